@@ -1,1 +1,1 @@
-"""Training examples: each is one short file that is read from top to bottom; settings, data and the loop are shared."""
+"""Training examples: each is one short file to read from top to bottom; settings, data and the loop are shared."""

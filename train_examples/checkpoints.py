@@ -1,7 +1,7 @@
 """Checkpoints: one file, or with fsdp and tp a folder into which every process writes its shards.
 
-Both hold the same parameters under the same names, so either continues with any ``parallel`` word, on any number of
-processes. A folder is read with pickle, as torch.distributed.checkpoint writes it: open only those of your own runs.
+Both hold the same parameters under the same names, so a run can continue from either with any ``parallel`` kind and any
+number of processes. Loading a folder unpickles files of torch.distributed.checkpoint: open only those of your own runs.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from train_examples.settings import RunSettings, SettingsError
 
 FILE = "checkpoint.pt"
 FOLDERS = "checkpoint-*"
-# Of a folder: what is no shard. The writer of the shards adds METADATA last, so that a folder with it is complete.
+# In a folder: REST is everything but the shards. METADATA is written last, so a folder with it is complete.
 REST = "rest.pt"
 METADATA = ".metadata"
-# Settings of a run that change nothing of what it computes, but for the order of sums.
+# Settings of a run that do not change what it computes, except for the order of sums.
 HOW_TO_START = ("overwrite", "resume", "threads")
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What was read before anything is changed; of a folder the shards are still to be read."""
+    """A checkpoint as read before anything is changed; of a folder, the shards are still to be read."""
 
     path: Path
     step: int
@@ -42,11 +42,11 @@ class Checkpoint:
     states: dict[str, Any] | None  # of model and optimizer; None: in shards
 
     def restore(self, processes: Processes, model: Any, optimizer: Any, batches: torch.Generator, seed: int) -> None:
-        """Put Fabric's model and optimizer and all generators back to where the checkpoint left them."""
+        """Restore Fabric's model and optimizer and all generators to the state of the checkpoint."""
         if self.states is None:
             states = named_states(model, optimizer)
             with warnings.catch_warnings():
-                # One process alone is meant to read what several wrote.
+                # A single process may read what several wrote.
                 warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized")
                 dcp.load(states, checkpoint_id=self.path)
             keep_kernel(optimizer, states["optimizer"])
@@ -73,7 +73,8 @@ class Checkpoint:
 
 
 def find_checkpoint(run: RunSettings, directory: Path) -> Path | None:
-    """What to resume from, if anything. A directory that holds another run is refused unless it may be overwritten."""
+    """The checkpoint to resume from, or None. A directory that holds another run is refused unless it may be
+    overwritten."""
     own = newest(directory)
     chosen = None
     if run.resume == "auto":
@@ -94,9 +95,9 @@ def find_checkpoint(run: RunSettings, directory: Path) -> Path | None:
 
 
 def finished(directory: Path, config: str) -> dict[str, Any] | None:
-    """The summary of a run in ``directory`` that has come to its end with these settings, if there is one."""
+    """The summary of a finished run in ``directory`` with these settings, or None."""
     summary = directory / "summary.json"
-    # A summary says that a run is finished, and its checkpoint what a run with other settings would go on from.
+    # A finished run has a summary. Without a checkpoint, a run with other settings could not continue it.
     if not summary.exists() or newest(directory) is None:
         return None
     settings, earlier = OmegaConf.create(config), OmegaConf.load(directory / "config.yaml")
@@ -107,17 +108,17 @@ def finished(directory: Path, config: str) -> dict[str, Any] | None:
 
 
 def newest(directory: Path) -> Path | None:
-    """The checkpoint of a run: its file, or of its complete folders the one with the most steps."""
+    """The checkpoint of a run: its file, or the complete folder with the most steps."""
     folders = [path.parent for path in directory.glob(f"{FOLDERS}/{METADATA}")]
     file = directory / FILE
     return file if file.exists() else max(folders, default=None)
 
 
 def steps_done(directory: Path) -> int:
-    """How many steps a run there would go on from, 0 without a checkpoint.
+    """The number of steps in the checkpoint of a run, 0 without one.
 
     Raises:
-        SettingsError: what lies there is no checkpoint of these examples.
+        SettingsError: it is not a checkpoint of these examples.
     """
     own = newest(directory)
     return 0 if own is None else read_checkpoint(own)[0]["step"]
@@ -144,7 +145,7 @@ def save_checkpoint(
     batches: torch.Generator,
     step: int,
 ) -> None:
-    """Write everything that the next step depends on; the checkpoint before it goes when the new one is complete."""
+    """Write everything that the next step depends on; the previous checkpoint is removed when this one is complete."""
     fabric = processes.fabric
     rest = {"example": name, "fingerprint": fingerprint, "step": step, "generators": get_generators(processes, batches)}
     if processes.kind in ("none", "ddp"):
@@ -154,7 +155,7 @@ def save_checkpoint(
     else:
         path = directory / f"{FOLDERS[:-1]}{step:08d}"
         if fabric.is_global_zero:
-            shutil.rmtree(path, ignore_errors=True)  # what a killed run left of it
+            shutil.rmtree(path, ignore_errors=True)  # left by a killed run
             path.mkdir()
             torch.save(rest, path / REST)
         fabric.barrier()
@@ -165,17 +166,17 @@ def save_checkpoint(
 
 
 def read_checkpoint(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What a checkpoint holds, of a folder without the shards, and the metadata of its shards.
+    """(contents of a checkpoint, without the shards of a folder; metadata of the shards).
 
     Raises:
-        SettingsError: the file or folder is no checkpoint of these examples.
+        SettingsError: the file or folder is not a checkpoint of these examples.
     """
     sharded = path.is_dir()
     try:
         content = torch.load(path / REST if sharded else path, map_location="cpu", weights_only=True)
         metadata = dcp.FileSystemReader(path).read_metadata().state_dict_metadata if sharded else {}
-    except Exception as error:  # a file that is something else can fail in any way
-        # What torch says of such a file is long, and would have the user run what is in it.
+    except Exception as error:  # any other file may fail in any way
+        # torch's message is long, and suggests executing what is in the file.
         reason = f" ({error.strerror})" if isinstance(error, OSError) else ""
         raise SettingsError(
             f"run.resume: {path} cannot be read as a checkpoint; expected one that these examples wrote{reason}"
@@ -190,7 +191,7 @@ def load_checkpoint(path: Path, name: str, fingerprint: dict[str, Any], model: n
     """Read a checkpoint and check that it is one of this example and model, before anything is changed.
 
     Raises:
-        SettingsError: the file or folder is no checkpoint of these examples, or of another model; lists what differs.
+        SettingsError: it is not a checkpoint of these examples, or is one of another model; lists the differences.
     """
     sharded = path.is_dir()
     content, metadata = read_checkpoint(path)
@@ -211,7 +212,7 @@ def load_checkpoint(path: Path, name: str, fingerprint: dict[str, Any], model: n
 
 
 def get_generators(processes: Processes, batches: torch.Generator) -> dict[str, Any]:
-    """The states of the generators of batches and dropout; of every process, where each has its own dropout."""
+    """The states of the generators of batches and dropout; of every process, if each has its own dropout."""
     own = {"cpu": torch.get_rng_state()}
     if torch.cuda.is_available():
         own["cuda"] = torch.cuda.get_rng_state()
@@ -224,7 +225,7 @@ def get_generators(processes: Processes, batches: torch.Generator) -> dict[str, 
 
 
 def set_generators(processes: Processes, states: dict[str, Any], batches: torch.Generator, seed: int) -> None:
-    """Put the generators back; a process that did not exist then starts its dropout from ``seed``."""
+    """Restore the generators; a process that did not exist then seeds its dropout with ``seed``."""
     batches.set_state(states["batches"])
     rank, others = processes.fabric.global_rank, states.get("other_processes", [])
     if processes.split_batches and rank:
@@ -238,19 +239,19 @@ def set_generators(processes: Processes, states: dict[str, Any], batches: torch.
 
 
 def named_states(model: Any, optimizer: Any) -> dict[str, Any]:
-    """The states of Fabric's model and optimizer, both by the names of the parameters; shards stay shards."""
+    """The states of Fabric's model and optimizer, keyed by parameter name; shards stay shards."""
     of_model, of_optimizer = get_state_dict(model.module, optimizer.optimizer)
     return {"model": of_model, "optimizer": of_optimizer}
 
 
 def keep_kernel(optimizer: Any, state: dict[str, Any]) -> None:
-    """Which kernel updates the parameters is up to the device of this run, not to that of the checkpoint."""
+    """Keep this run's choice of AdamW's ``fused``: it depends on the device, not on the checkpoint."""
     for own, saved in zip(optimizer.param_groups, state["param_groups"], strict=False):
         saved["fused"] = own["fused"]
 
 
 def by_name(model: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-    """The state dict of an optimizer with the names of the parameters where it has their numbers."""
+    """The state dict of an optimizer, keyed by parameter names instead of numbers."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     order = [names[id(parameter)] for group in optimizer.param_groups for parameter in group["params"]]
     groups = [{**group, "params": [order[number] for number in group["params"]]} for group in state["param_groups"]]

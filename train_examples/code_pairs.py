@@ -1,7 +1,7 @@
 """(docstring, code) pairs of the installed Python standard library, split by module.
 
-A query is the first paragraph of a function's docstring; what it should find is the code of that function, from its
-decorators to its last statement, without comments and without any docstring.
+A query is the first paragraph of a function's docstring; it should find the code of that function, from its decorators
+to its last statement, without comments and docstrings.
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ from pathlib import Path, PurePath
 from train_examples.data import position, standard_library_files
 from train_examples.settings import PairSettings, SettingsError, check_section
 
-# Shorter texts say nothing that could be searched for: "Return self.", a method that only raises or passes on.
+# Shorter texts cannot be searched for: "Return self.", a method that only raises or delegates.
 LEAST_QUERY_WORDS = 3
 LEAST_CODE_WORDS = 10
-# A recall@10 among fewer says little, and a batch needs others to tell a pair apart from.
+# Recall@10 among fewer says little, and a batch needs other pairs to tell a pair apart from.
 LEAST_PAIRS = 20
 
-# Ten modules hold almost half of the pairs. With this prefix to their names, of those tried, neither held-out part gets
-# the giants: 12% and 7% of the pairs on Python 3.11, and about the same on 3.10 to 3.13.
+# Ten modules hold almost half of the pairs. Of the prefixes tried, this one keeps them out of both held-out parts:
+# these get 12% and 7% of the pairs on Python 3.11, and about the same on 3.10 to 3.13.
 SPLIT = "code_search/"
 
-# The parts of snake_case and CamelCase names: HTTPServer -> HTTP, Server. Punctuation is left out.
+# The parts of snake_case and CamelCase names: HTTPServer -> HTTP, Server. Punctuation is dropped.
 WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|[0-9]+")
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
 @dataclass(frozen=True)
 class Pair:
-    """One function: where it is, what its docstring says, and its code, both also as words."""
+    """One function: its dotted name, its docstring and its code, and both of these as words."""
 
     name: str  # shutil.copyfile
     query: str
@@ -45,7 +45,7 @@ class Pair:
 
 @dataclass(frozen=True)
 class Pairs:
-    """Three lists in the order of their files, no top-level module in two of them; and one line about them."""
+    """Three lists in file order, with no top-level module in two of them; and one line about them."""
 
     training: list[Pair]
     validation: list[Pair]
@@ -81,13 +81,13 @@ def load_pairs(settings: PairSettings) -> Pairs:
 
 
 def pairs_in(folder: Path) -> Iterator[tuple[str, Pair]]:
-    """(top-level module, pair) of every function that has a docstring; what Python cannot parse is left out."""
+    """(top-level module, pair) of every function that has a docstring; files that Python cannot parse are skipped."""
     for path, source in standard_library_files(folder):
-        # What two modules share, they share inside a package: all its files go to one side.
+        # Code is shared mostly within a package: all its files go to one part.
         module = path.parts[0].removesuffix(".py")
         try:
             with warnings.catch_warnings():
-                # An invalid escape in somebody else's file is no news to the user.
+                # Do not warn of invalid escapes in somebody else's file.
                 warnings.simplefilter("ignore", SyntaxWarning)
                 warnings.simplefilter("ignore", DeprecationWarning)
                 tree = ast.parse(source)
@@ -105,8 +105,8 @@ def dotted(path: PurePath) -> str:
 
 
 def functions(scope: ast.AST, prefix: str) -> Iterator[tuple[str, Function]]:
-    """(dotted name, definition) of the functions and methods below ``scope``, but none that is inside another function,
-    as part of whose code it is found."""
+    """(dotted name, definition) of the functions and methods below ``scope``, without nested functions, which are part
+    of the code of the outer one."""
     for node in ast.iter_child_nodes(scope):
         if isinstance(node, Function):
             yield f"{prefix}.{node.name}", node
@@ -129,8 +129,8 @@ def as_pair(name: str, function: Function) -> Pair | None:
 
 
 def code_without_docstrings(function: Function) -> str:
-    """The source of ``function``, written anew from its syntax tree, which holds no comments. Every string that stands
-    alone as a statement is removed from the tree, in place: docstrings, and what is used as a comment."""
+    """The source of ``function``, unparsed from its syntax tree, and so without comments. Strings that are statements
+    (docstrings, and strings used as comments) are removed from the tree in place."""
     for node in ast.walk(function):
         body = getattr(node, "body", None)
         if isinstance(body, list):
@@ -139,7 +139,7 @@ def code_without_docstrings(function: Function) -> str:
 
 
 def is_text_alone(statement: ast.AST) -> bool:
-    """Whether a statement is a string literal and nothing else."""
+    """Whether a statement is only a string literal."""
     return (
         isinstance(statement, ast.Expr)
         and isinstance(statement.value, ast.Constant)
@@ -148,8 +148,8 @@ def is_text_alone(statement: ast.AST) -> bool:
 
 
 def distinct(pairs: Iterator[tuple[str, Pair]]) -> Iterator[tuple[str, Pair]]:
-    """The pairs whose query and whose code came up in no pair before: of two equal ones a search could not tell which
-    is meant, and none may be in two parts."""
+    """The pairs whose query and code are both new: a search could not tell equal ones apart, and none may be in two
+    parts."""
     queries, codes = set(), set()
     for module, pair in pairs:
         if pair.query_words not in queries and pair.code_words not in codes:
@@ -159,6 +159,6 @@ def distinct(pairs: Iterator[tuple[str, Pair]]) -> Iterator[tuple[str, Pair]]:
 
 
 def words(text: str) -> tuple[str, ...]:
-    """The words of a text or of code in lower case, with names split into their parts: ``readline_CRLF`` gives
-    readline, crlf."""
+    """The words of a text or of code in lower case, with names split into parts: ``readline_CRLF`` gives readline,
+    crlf."""
     return tuple(word.lower() for word in WORD.findall(text))

@@ -1,8 +1,8 @@
-"""Search for code by what its docstring says: ``python -m train_examples.code_search layers=fused model=tiny``.
+"""Search for code by its docstring: ``python -m train_examples.code_search layers=fused model=tiny``.
 
-Late interaction (Khattab and Zaharia 2020, "ColBERT"): one encoder makes a vector of every word of a query and of every
-word of a function; each word of the query looks for its best match in the code, and the score is the weighted sum of
-these matches. Trained so that in a batch every docstring finds its own function among those of all others.
+Late interaction (Khattab and Zaharia 2020, "ColBERT"): one encoder maps every word of a query and of a function to a
+vector; each word of the query looks for its best match in the code, and the score is the weighted sum of these matches.
+Training makes every docstring find its own function among all functions of the batch.
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ from train_examples.settings import (
 from train_examples.transformer import Transformer, replace_if_asked
 from train_examples.vocabulary import PADDING, Vocabulary
 
-# Functions that a search scores at once: bounds the similarities that torch holds in memory, where torch computes them.
+# Functions that are scored at once: limits the memory for similarities if torch computes them.
 SCORED_AT_ONCE = 64
 
 
 class LateInteraction(Transformer):
-    """Queries ``[Q, Lq]`` and codes ``[D, Ld]`` (int64, padded) to the scores ``[Q, D]`` of all pairs, as logits.
+    """Maps queries ``[Q, Lq]`` and codes ``[D, Ld]`` (int64, padded) to the scores ``[Q, D]`` of all pairs, as logits.
 
-    ``rarity [vocabulary]`` is where the learned weights of the words of a query start.
+    The learned weights of query words start from ``rarity [vocabulary]``.
     """
 
     def __init__(self, settings: ModelSettings, layers: LayerSettings, search: SearchSettings, rarity: Tensor) -> None:
-        # Embeddings of length sqrt(d_model) outweigh what the first blocks add, so that from the first step on a word
-        # is most similar to itself: the model starts as a search for equal words, and learns the rest.
+        # Embeddings of length sqrt(d_model) outweigh what the first blocks add, so that at first a word is most similar
+        # to itself: the model starts as a search for equal words, and learns the rest.
         super().__init__(settings, layers, len(rarity), causal=False, embedding_scale=1.0)
         self.side = nn.Embedding(2, settings.d_model)
         nn.init.zeros_(self.side.weight)
@@ -59,7 +59,7 @@ class LateInteraction(Transformer):
         self.weight_in_context = nn.Linear(settings.d_model, 1, bias=False)
         nn.init.zeros_(self.weight_in_context.weight)
         self.log_sharpness = nn.Parameter(torch.tensor(math.log(search.sharpness)))
-        # Code with more words has more chances of a good match by accident.
+        # Longer code has more chances of an accidental match.
         self.length_penalty = nn.Parameter(torch.tensor(search.length_penalty))
         self.word_dropout = search.word_dropout
         self.max_sim = fusedlayers.MaxSim()
@@ -70,14 +70,14 @@ class LateInteraction(Transformer):
         present = tokens != PADDING
         if self.training and self.word_dropout:
             kept = torch.rand(tokens.shape, device=tokens.device) >= self.word_dropout
-            kept[:, 0] = True  # a text of no words at all has no vector
+            kept[:, 0] = True  # a text must keep at least one word
             present = present & kept
         return self.features(tokens, present, self.side.weight[side]), present
 
     def forward(self, queries: Tensor, codes: Tensor) -> Tensor:
         query_features, query_words = self.encode(queries, 0)
         code_features, code_words = self.encode(codes, 1)
-        # A word counts by how rare it is, and by what stands around it; the weights of a query sum to 1.
+        # A word's weight depends on its rarity and its context; the weights of a query sum to 1.
         weights = (self.word_weight(queries) + self.weight_in_context(query_features)).float()
         weights = weights.masked_fill(~query_words[..., None], -math.inf).softmax(dim=1)
         query_vectors = F.normalize(self.projection(query_features), dim=-1) * weights
@@ -85,7 +85,7 @@ class LateInteraction(Transformer):
         if self.training:
             matches = self.max_sim(query_vectors, code_vectors, query_words, code_words)
         else:
-            # A ranking is decided by the last digits, of which 16-bit scores have too few.
+            # 16-bit scores have too few digits to rank by.
             with torch.autocast(queries.device.type, enabled=False):
                 matches = self.max_sim(query_vectors.float(), code_vectors.float(), query_words, code_words)
         penalty = self.length_penalty * code_words.sum(dim=-1).log()
@@ -93,7 +93,7 @@ class LateInteraction(Transformer):
 
 
 def build_model(settings: CodeSearchSettings, rarity: Tensor) -> LateInteraction:
-    """The model, its feed-forward blocks of the kind that ``layers.kind`` names."""
+    """The model, with feed-forward blocks of the kind ``layers.kind``."""
     built = LateInteraction(settings.model, settings.layers, settings.search, rarity)
     replace_if_asked(built, settings.layers)
     return built
@@ -108,7 +108,7 @@ class Part:
     codes: Tensor
 
     def batch(self, rows: Tensor) -> loop.Batch:
-        """Those pairs as the loop wants them."""
+        """These pairs as a batch for the loop."""
         return self.queries[rows], self.codes[rows]
 
 
@@ -131,7 +131,8 @@ def rarity(codes: Tensor, vocabulary: int) -> Tensor:
 
 
 def in_batch_loss(model: nn.Module, batch: loop.Batch) -> Tensor:
-    """Cross-entropy of the right code for each query and of the right query for each code, in nats, their mean."""
+    """The mean of two cross-entropies in nats: of the right code for each query, and of the right query for each
+    code."""
     queries, codes = batch
     scores = model(queries, codes)
     right = torch.arange(len(scores), device=scores.device)
@@ -147,8 +148,7 @@ def all_scores(model: nn.Module, part: Part) -> Tensor:
 
 
 def references(untrained: nn.Module, part: Part) -> dict[str, Scores]:
-    """What others reach on these pairs: TF-IDF, the model before its first step, which knows equal words and how rare
-    they are, and chance."""
+    """Baselines on these pairs: TF-IDF; the untrained model, which knows equal words and their rarity; and chance."""
     untrained.eval()
     scores = all_scores(untrained, part)
     untrained.train()
@@ -160,8 +160,8 @@ def references(untrained: nn.Module, part: Part) -> dict[str, Scores]:
 
 
 def report(model: nn.Module, test: Part, others: dict[str, Scores], shown: int) -> tuple[str, loop.Row]:
-    """The scores on the test modules beside those of the others, and the rankings of some queries: as text, and the
-    numbers for the summary."""
+    """The test scores beside the baselines, and the rankings of some queries, as text; and the numbers for the
+    summary."""
     scores, baseline = all_scores(model, test), tfidf_scores(test.pairs)
     reached = {"trained": retrieval_scores(ranks(scores)), **others}
     lines = [f"{len(test.pairs)} functions of held-out test modules, found by their docstrings:"]
@@ -190,13 +190,14 @@ def run(settings: CodeSearchSettings) -> loop.Row:
     parameters = sum(parameter.numel() for parameter in built.parameters())
     print(f"{parameters:,} parameters, {len(vocabulary.tokens):,} words, layers={settings.layers.kind}")
 
-    # Neighbours come from one module and are harder to tell apart: batches are mixed, as those of the training are.
+    # Neighbours come from one module and are harder to tell apart: validation batches are shuffled, as training batches
+    # are.
     mixed = torch.randperm(len(validation.pairs), generator=torch.Generator().manual_seed(0))
-    # All batches have one size, on which the loss depends.
+    # All batches have the same size, because the loss depends on it.
     whole = [rows for rows in mixed.split(batch_size) if len(rows) == min(batch_size, len(mixed))]
     words = sum(int((part != PADDING).sum()) for part in (training.queries, training.codes))
     architecture = ("d_model", "d_ff", "layers", "heads", "activation", "gated", "bias")
-    # Before the training, which changes the model in place.
+    # Before training, which changes the model in place.
     test_references = references(built, test)
     example = loop.Example(
         name="code_search",

@@ -1,4 +1,4 @@
-"""What every example does with its command line: check it, show it, run it, and end in one line where it cannot."""
+"""The command line of every example: check it, print it, run it, and report errors in one line."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from train_examples.checkpoints import find_checkpoint, newest, read_checkpoint
 from train_examples.settings import RunSettings, Settings, SettingsError, as_settings
 
 CONFIGS = str(Path(__file__).parents[1] / "configs")
-# How the ValueError begins that Hydra raises, without a name, for a group whose value is a number, a truth or nothing.
+# The beginning of Hydra's ValueError for a group whose value is a number, a bool or null; it does not name the group.
 NO_WORD = "Config group override must be"
-# What a shell reports of a process that Ctrl-C ended.
+# The exit status that shells report after Ctrl-C.
 INTERRUPTED = 130
-# The environment variable in which make names what goes on with the runs that it started.
+# The environment variable in which make names the command that continues its runs.
 RESUME_COMMAND = "RESUME_COMMAND"
 
 
 def in_one_line(main: Callable[[], None]) -> Callable[[], None]:
-    """The entry point that Hydra made, with each of Hydra's own errors in one line.
+    """The entry point that Hydra made, with Hydra's own errors in one line.
 
     Hydra prints them over several lines, unless HYDRA_FULL_ERROR asks for the traceback; then this changes nothing.
     """
@@ -38,7 +38,7 @@ def in_one_line(main: Callable[[], None]) -> Callable[[], None]:
     def entry_point() -> None:
         if "HYDRA_FULL_ERROR" in os.environ:
             return main()
-        # With this Hydra lets its errors through.
+        # This makes Hydra raise its errors.
         os.environ["HYDRA_FULL_ERROR"] = "1"
         try:
             main()
@@ -54,7 +54,7 @@ def in_one_line(main: Callable[[], None]) -> Callable[[], None]:
 
 
 def hydra_message(error: Exception, words: Sequence[str]) -> str:
-    """What Hydra, or OmegaConf behind it, found wrong with the words of a command line, in one line."""
+    """The error of Hydra, or of OmegaConf behind it, for the words of a command line, in one line."""
     if str(error).startswith(NO_WORD):
         return "; ".join(groups_without_a_word([word for word in words if not word.startswith("-")]))
     if isinstance(error, MissingConfigException) and error.missing_cfg_file and error.options:
@@ -62,12 +62,12 @@ def hydra_message(error: Exception, words: Sequence[str]) -> str:
         return f"{group} is {name!r}; expected one of {', '.join(error.options)}"
     if isinstance(error, OverrideParseException):
         return f"{error.override}: {first_line(error)}"
-    # Its cause says which value it was, or which key.
+    # The cause names the value or the key.
     return "; ".join(first_line(one) for one in (error, error.__cause__) if one is not None)
 
 
 def groups_without_a_word(words: Sequence[str]) -> Iterator[str]:
-    """The groups of settings that are given a number, say, where one of their files is to be named."""
+    """The groups of settings whose value is, say, a number instead of the name of one of their files."""
     for override in OverridesParser.create().parse_overrides(list(words)):
         folder = Path(CONFIGS, override.key_or_group)
         if folder.is_dir() and not isinstance(override.value(), str | list):
@@ -76,20 +76,20 @@ def groups_without_a_word(words: Sequence[str]) -> Iterator[str]:
 
 
 def first_line(error: BaseException) -> str:
-    """What an error says above the classes and paths that were looked into."""
+    """The first line of an error, above the classes and paths that were searched."""
     return str(error).partition("\n")[0].rstrip(".")
 
 
 class Messages(logging.Handler):
-    """The library's messages, on what is standard error at the time: a progress bar replaces it while it is drawn."""
+    """Prints the library's messages to the current standard error: a progress bar replaces it while it is drawn."""
 
     def emit(self, record: logging.LogRecord) -> None:
         print(f"{record.name}: {record.getMessage()}", file=sys.stderr)
 
 
 def checked_settings(config: DictConfig, schema: type[Settings]) -> Settings:
-    """The settings of a configuration whose keys Hydra has checked, in surroundings in which they can work; what cannot
-    ends the command in one line."""
+    """The settings of a configuration whose keys Hydra has checked, with the environment checked, too; a mistake ends
+    the command in one line."""
     try:
         settings = as_settings(config, schema)
         check_surroundings(settings.run)
@@ -99,15 +99,15 @@ def checked_settings(config: DictConfig, schema: type[Settings]) -> Settings:
 
 
 def start(config: DictConfig, schema: type[Settings], run: Callable[[Settings], object]) -> None:
-    """Run the example that a configuration describes, whose keys Hydra has checked."""
+    """Run the example that a configuration describes; Hydra has checked its keys."""
     with ExitStack() as stack:
         first = not int(os.environ.get("RANK") or "0")
         if first:
-            # One line of the library says which path its layers take on this machine, and why.
+            # The library logs in one line which path its layers take on this machine, and why.
             logging.basicConfig(handlers=[Messages()])
             logging.getLogger("fusedlayers").setLevel(logging.INFO)
         else:
-            # Of the processes that torchrun starts, the first one speaks.
+            # Only the first of torchrun's processes prints.
             stack.enter_context(redirect_stdout(stack.enter_context(open(os.devnull, "w"))))
         settings = checked_settings(config, schema)
         try:
@@ -121,10 +121,11 @@ def start(config: DictConfig, schema: type[Settings], run: Callable[[Settings], 
 
 
 def check_surroundings(run: RunSettings) -> None:
-    """What a run finds outside its settings: the library's switches, its folder, and a checkpoint to resume from.
+    """Check what a run depends on besides its settings: the library's switches, its folder, and its checkpoint to
+    resume from.
 
     Raises:
-        SettingsError: one of them cannot work; said here, before anything is read or built.
+        SettingsError: one of them cannot work; raised before anything is read or built.
     """
     try:
         for switch in (switches.backend, switches.strict, switches.workspace_limit):
@@ -142,7 +143,7 @@ def check_surroundings(run: RunSettings) -> None:
 
 
 def after_an_interruption(run: RunSettings) -> str:
-    """How a run goes on that Ctrl-C has ended, in one line."""
+    """How to continue a run after Ctrl-C, in one line."""
     kept, command = newest(Path(run.directory)), os.environ.get(RESUME_COMMAND)
     if kept is not None:
         how = command or "the same command with run.resume=auto"

@@ -21,9 +21,9 @@ ON_A_CPU = "On a CPU torch's operations compute all kinds of layers and losses, 
 
 
 def table(names: Sequence[str], summaries: Sequence[Row], measured: bool = True) -> str:
-    """The numbers of the picture as aligned text, one column per run, and how the last run relates to the first.
+    """The numbers of the picture as aligned text: one column per run, and the ratio of the last run to the first.
 
-    ``measured`` is whether speed and memory are shown.
+    With ``measured`` speed and memory are shown.
     """
     lines = [
         ("final training loss", "train_loss", 1, "{:.4f}"),
@@ -55,13 +55,13 @@ def table(names: Sequence[str], summaries: Sequence[Row], measured: bool = True)
 
 
 def name_of(summary: Row) -> str:
-    """The settings that a run is told from another by."""
+    """The settings that distinguish a run."""
     loss = ", loss=fused" if loss_of(summary) == "fused" else ""
     return f"layers={summary['layers']}{loss}{', compiled' * summary.get('compiled', False)}"
 
 
 def largest_difference(rows: Sequence[Row], others: Sequence[Row]) -> str:
-    """One sentence on how far the losses of two runs are apart, over the steps that both report."""
+    """The largest differences between the losses of two runs, over the steps that both report, in one sentence."""
     by_step = {row["step"]: row for row in others}
     pairs = [(row, by_step[row["step"]]) for row in rows if row["step"] in by_step]
     found = []
@@ -73,7 +73,7 @@ def largest_difference(rows: Sequence[Row], others: Sequence[Row]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Entry point: draw, print, and say where every file is."""
+    """Entry point: draw, print, and list the files."""
     parser = argparse.ArgumentParser(prog="python -m train_examples.comparison", description=__doc__)
     parser.add_argument("runs", nargs=2, type=Path, metavar="RUN", help="run.directory of a finished run")
     parser.add_argument("--output", type=Path, default=Path("runs/comparison.png"), metavar="PNG")
@@ -85,7 +85,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     summaries, rows = [summary for summary, _ in runs], [run_rows for _, run_rows in runs]
     names = [name_of(summary) for summary in summaries]
     if names[0] == names[1]:
-        # The end of a long path: the legend must fit into the picture.
+        # The end of a long path, so that the legend fits into the picture.
         names = [f"...{text[-29:]}" if len(text) > 32 else text for text in map(str, chosen.runs)]
 
     if chosen.output.suffix != ".png" or chosen.output.is_dir():

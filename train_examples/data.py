@@ -1,4 +1,4 @@
-"""Text as bytes: the Python standard library or a file of the user's, split into training and validation."""
+"""Text as bytes: the Python standard library or a user's file, split into training and validation."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from train_examples.settings import DataSettings, SettingsError, check_section
 
-# Installed packages are not the standard library, test folders hold broken sources on purpose, the rest are tables.
+# Installed packages are not the standard library, test folders hold files broken on purpose, the rest are tables.
 SKIPPED_FOLDERS = frozenset(
     {"site-packages", "dist-packages", "test", "tests", "idle_test", "encodings", "pydoc_data", "__pycache__"}
 )
@@ -21,7 +21,7 @@ SKIPPED_FOLDERS = frozenset(
 
 @dataclass(frozen=True)
 class Text:
-    """Two one-dimensional uint8 tensors on the CPU, and one line that says what they are."""
+    """Two one-dimensional uint8 tensors on the CPU, and one line that describes them."""
 
     training: Tensor
     validation: Tensor
@@ -73,8 +73,8 @@ def standard_library_files(folder: Path) -> Iterator[tuple[PurePath, bytes]]:
 
 
 def position(name: str) -> float:
-    """A number in [0, 1) that depends on ``name`` alone: what is split by it stays on its side whatever else is
-    installed, so no run trains on another's validation."""
+    """A number in [0, 1) that depends on ``name`` alone: a split by it puts a file on the same side whatever else is
+    installed, so no run trains on another's validation data."""
     return int.from_bytes(sha256(name.encode()).digest()[:8], "big") / 2**64
 
 
@@ -112,7 +112,7 @@ def _read_file(path: str | None, validation_fraction: float) -> Text:
     size = file.stat().st_size
     if size == 0:
         raise SettingsError(f"data.path is {path!r}: the file is empty")
-    # Mapped, not read: a file larger than memory works, and only the windows that are drawn are ever loaded.
+    # Memory-mapped: a file may be larger than memory, and only the windows that are drawn are loaded.
     content = torch.from_file(str(file), shared=False, size=size, dtype=torch.uint8)
     training_size = size - round(size * validation_fraction)
     description = f"{file}: {training_size:,} bytes for training, the last {size - training_size:,} for validation"

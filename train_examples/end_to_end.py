@@ -2,10 +2,10 @@
 
     python -m train_examples.end_to_end RUN... --longest runs/longest_sequence.json --write
 
-reads finished runs of the language model, of any models and batches, and writes the record and a picture of their
+reads finished runs of the language model, of any models and batch sizes, and writes the record and a picture of their
 losses, from which ``python -m docs.tables`` makes the tables of the documentation; without ``--write`` it only prints
-these. ``--keep`` leaves what the committed record holds of other models and batches, where it was measured on the same
-device with the same torch and Triton. Without runs, those of the committed record are taken.
+them. ``--keep`` keeps the other groups of the committed record, if they were measured on the same device with the same
+torch and Triton. Without runs, it uses those of the committed record.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from train_examples.tables import table
 
 ROOT = Path(__file__).resolve().parents[1]
 RECORD = ROOT / "train_examples" / "results" / "end-to-end-h200.json"
-# What all runs of a record share; those of one model and batch are a group of it.
+# Equal in all runs of a record; runs of one model and batch size form a group.
 SHARED = ("example", "device", "precision", "torch", "triton", "fusedlayers")
-# What the runs of one group may differ in beside who computes the layers and the loss: how far the run is written down.
+# Settings of run that may differ within a group, besides layers and loss: how much of the run is written down.
 MAY_DIFFER = ("directory", "overwrite", "resume", "compile", "checkpoint_every", "evaluate_every", "log_every")
-# The runs that every other one is compared with.
+# The runs that all others are compared with.
 BASES = ("torch", "torch, compiled")
 COLUMNS = ("run", "tokens/s", "× torch", "× torch, compiled", "TFLOP/s", "MFU", "peak, MiB", "of torch's",
            "validation loss")  # fmt: skip
@@ -38,10 +38,10 @@ LONGEST_COLUMNS = ("run", "longest sequence", "× torch", "its step, s", "bytes 
 
 
 def record_of(runs: Sequence[Path], longest: Path | None) -> Row:
-    """Configuration, summary and metrics of every run, by group and by name, and the record of the longest sequences.
+    """Configuration, summary and metrics of every run, by group and name, and the record of the longest sequences.
 
     Raises:
-        ValueError: names the run that is not finished, is there twice, or was not measured like the others.
+        ValueError: names the run that is not finished, is given twice, or was measured under other conditions.
     """
     record: Row = {}
     groups: dict[str, dict[str, Row]] = {}
@@ -82,17 +82,17 @@ def longest_of(path: Path, record: Row) -> Row:
 
 
 def origin() -> Row:
-    """Of what is measured now."""
+    """The commit and date of a new measurement."""
     return {"commit": commit(), "date": datetime.now(timezone.utc).date().isoformat()}
 
 
 def with_kept(record: Row, committed: Row) -> Row:
-    """``record``, and what only the ``committed`` one holds.
+    """``record``, and the groups that only the ``committed`` one holds.
 
     Raises:
         ValueError: they were not measured on the same device with the same torch and Triton.
     """
-    # Of this library each group names the commit.
+    # Each group names its own commit of this library.
     if differing := [key for key in SHARED if key != "fusedlayers" and record[key] != committed[key]]:
         raise ValueError(f"the committed record was measured with another {', '.join(differing)}; expected no --keep")
     groups = {**committed["groups"], **record["groups"]}
@@ -101,7 +101,7 @@ def with_kept(record: Row, committed: Row) -> Row:
 
 
 def _differing(config: Row, other: Row) -> list[str]:
-    """The settings, but for the layers and the loss, in which two runs differ that are to be compared."""
+    """The settings, except for layers and loss, in which two runs to be compared differ."""
     found = []
     for part in sorted((config.keys() | other.keys()) - {"layers", "loss"}):
         ours, theirs = config.get(part, {}), other.get(part, {})
@@ -111,7 +111,7 @@ def _differing(config: Row, other: Row) -> list[str]:
 
 
 def group_name(config: Row) -> str:
-    """What the runs that stand side by side share: the model, and how many tokens a step has."""
+    """What all runs of a group share: the model, and the number of tokens per step."""
     tokens = config["run"]["batch_size"] * config["model"]["context"]
     vocabulary = config.get("vocabulary", {"kind": "bytes"})
     learned = "" if vocabulary["kind"] == "bytes" else f"vocabulary={vocabulary['kind']}, "
@@ -119,7 +119,7 @@ def group_name(config: Row) -> str:
 
 
 def run_name(summary: Row, config: Row) -> str:
-    """What distinguishes a run: its layers, and how they are told to compute."""
+    """What distinguishes a run: its layers and their options."""
     parts = [summary["layers"]]
     if config["layers"]["recompute"] is True and summary["layers"] != BASES[0]:
         workspace = summary.get("FUSEDLAYERS_WORKSPACE_MIB")
@@ -134,12 +134,12 @@ def run_name(summary: Row, config: Row) -> str:
 
 
 def _place(named: tuple[str, Row]) -> tuple[bool, str]:
-    """Runs of torch layers come first, and what is compiled after what is not."""
+    """Sort key: torch's layers first, and compiled runs after eager ones."""
     return not named[0].startswith(BASES[0]), named[0]
 
 
 def commit() -> str | None:
-    """The commit of this clone, None where git knows none."""
+    """The commit of this clone, None if git does not know it."""
     try:
         command = ["git", "-C", str(ROOT), "rev-parse", "HEAD"]
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
@@ -148,7 +148,7 @@ def commit() -> str | None:
 
 
 def markdown(record: Row) -> str:
-    """How it was measured, a table for every model, the picture, and the table of the longest sequences."""
+    """The conditions, a table for every model, the picture, and the table of the longest sequences."""
     parts = [_conditions(record)]
     for name, group in record["groups"].items():
         summary = next(iter(group["runs"].values()))["summary"]
@@ -190,7 +190,7 @@ def origin_of(part: Row) -> str:
 
 
 def cells_of(name: str, runs: dict[str, Row]) -> tuple[str, ...]:
-    """What the table shows of one of the runs that stand side by side, as COLUMNS names it."""
+    """The table's cells for one run of a group, in the order of COLUMNS."""
     summary = runs[name]["summary"]
     ratios = [_ratio(summary, runs, base, "tokens_per_second") for base in BASES]
     speed, flops, peak = summary["tokens_per_second"], summary["model_flops_per_second"], peak_flops(summary)

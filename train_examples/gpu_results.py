@@ -1,4 +1,4 @@
-"""What a GPU showed, from the committed record, for a comparison on a machine that cannot show it."""
+"""A GPU's results, from the committed record, for a comparison on a machine without one."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from train_examples.tables import aligned
 
 # The device of the record, as planning knows it.
 MEASURED = planning.card("H200")
-# What matters beside another kind of layers; the page of results has the others, too.
+# The columns that matter when layers are compared; the page of results shows the others, too.
 SHOWN = [column for column in COLUMNS if column not in ("TFLOP/s", "MFU")]
 
 
 def bytes_kept(model: ModelSettings, tokens: int, recompute: bool | str) -> tuple[int, int]:
-    """What (torch, fused layers) keep per token for the backward pass of one feed-forward block, in bfloat16, as
+    """Bytes per token that (torch, fused layers) save for the backward pass of one feed-forward block, in bfloat16, as
     planned for a step of ``tokens`` on the device of the record."""
     problem = Problem(
         operation="ffn", batch=1, M=tokens, K=model.d_model, N=model.d_ff, O=model.d_model, dtype="bfloat16",
@@ -31,7 +31,7 @@ def bytes_kept(model: ModelSettings, tokens: int, recompute: bool | str) -> tupl
 
 
 def text() -> str:
-    """The tables of the committed record, each with what its feed-forward blocks keep."""
+    """The tables of the committed record, each with the bytes that its feed-forward blocks save."""
     record = json.loads(RECORD.read_text())
     versions = f"{record['precision']}, torch {record['torch']}, Triton {record['triton']}"
     parts = [f"Measured on an {record['device']} ({versions}; {RECORD.relative_to(ROOT).as_posix()}):"]

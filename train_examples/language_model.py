@@ -1,7 +1,7 @@
 """A decoder-only Transformer: ``python -m train_examples.language_model layers=fused model=tiny``.
 
-The layout of GPT-2 with rotary positions; the block, and what ``layers`` changes in it, are in ``transformer.py``, the
-tokens in ``tokens.py``. ``loss`` changes who computes the last linear layer together with its loss.
+GPT-2's layout with rotary positions. The block, and what ``layers`` changes in it, are in ``transformer.py``, the
+tokens in ``tokens.py``. ``loss`` selects who computes the last linear layer together with its loss.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ TORCH = LossSettings("torch")
 class TorchLoss(nn.Module):
     """The loss head in plain torch: logits of all tokens, and their cross-entropy in float32 or wider.
 
-    Its child and its first values are those of :class:`fusedlayers.LinearCrossEntropyLoss`, so checkpoints fit both.
+    Its child and initial values are those of :class:`fusedlayers.LinearCrossEntropyLoss`, so checkpoints fit both.
     """
 
     def __init__(self, in_features: int, num_classes: int) -> None:
@@ -53,14 +53,14 @@ class TorchLoss(nn.Module):
 
 
 class LanguageModel(Transformer):
-    """Tokens ``[B, M]`` (int64, M up to ``context``) to the logits ``[B, V]`` of the token that follows the last one.
+    """Maps tokens ``[B, M]`` (int64, M up to ``context``) to the logits ``[B, V]`` of the token after the last one.
 
-    With ``targets [B, M]`` to the mean cross-entropy of these instead, in nats.
+    With ``targets [B, M]``, returns their mean cross-entropy instead, in nats.
     """
 
     def __init__(self, settings: ModelSettings, layers: LayerSettings, vocabulary: int, loss: LossSettings) -> None:
         super().__init__(settings, layers, vocabulary, causal=True, embedding_scale=0.02)
-        # Untied from the embedding: each finds its own scale.
+        # Not tied to the embedding: each finds its own scale.
         self.head: nn.Module = (
             fusedlayers.LinearCrossEntropyLoss(settings.d_model, vocabulary, recompute=loss.recompute)
             if loss.kind == "fused"
@@ -72,7 +72,7 @@ class LanguageModel(Transformer):
         return self.logits(x[:, -1]) if targets is None else self.head(x, targets)
 
     def logits(self, x: Tensor) -> Tensor:
-        """The logits ``[*B, V]`` of vectors ``[*B, d_model]``, gathered where the classes are spread over processes."""
+        """The logits ``[*B, V]`` of vectors ``[*B, d_model]``, gathered if the classes are sharded over processes."""
         linear: Any = self.head.linear
         if isinstance(linear.weight, DTensor):
             x = DTensor.from_local(x, linear.weight.device_mesh, [Replicate()], run_check=False)
@@ -86,33 +86,33 @@ def build_model(
     vocabulary: int = BYTES.size,
     loss: LossSettings = TORCH,
 ) -> LanguageModel:
-    """The language model, its feed-forward blocks and its loss head of the kinds that ``layers`` and ``loss`` name."""
+    """The language model, with feed-forward blocks and loss head of the kinds in ``layers`` and ``loss``."""
     built = LanguageModel(model, layers, vocabulary, loss)
     replace_if_asked(built, layers)
     return built
 
 
 def next_token_loss(model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
-    """Mean cross-entropy, in nats per token, of every token of the windows ``[B, M + 1]`` but the first."""
+    """Mean cross-entropy, in nats per token, of every token of the windows ``[B, M + 1]`` except the first."""
     (windows,) = batch
     return model(windows[:, :-1], windows[:, 1:])
 
 
 def flops_per_token(model: ModelSettings, vocabulary: int = BYTES.size) -> float:
-    """Floating-point operations, forward and backward, of one token of a training window of ``model.context``.
+    """Floating-point operations, forward and backward, per token of a training window of ``model.context``.
 
-    Of the matrix products that the model is made of, whoever computes them: what a kernel computes again or leaves out
-    is not looked at. Attention counts in full, as usual (Chowdhery et al. 2022, appendix B), also where it is causal.
+    Counts the matrix products of the model whoever computes them, not what a kernel recomputes or skips. Attention
+    counts in full, as usual (Chowdhery et al. 2022, appendix B), also if it is causal.
     """
     if model.experts:
-        # Each token has the arithmetic of a block as wide as its experts together, and the router's.
+        # Per token: a block as wide as its experts together, and the router.
         dense = dataclasses.replace(model, experts=0, d_ff=model.d_ff * model.experts_per_token)
         return flops_per_token(dense, vocabulary) + 6 * model.layers * model.d_model * model.experts
-    # On the meta device shapes alone are computed. Every kind of layers has the arithmetic of torch's.
+    # The meta device computes only shapes. All kinds of layers have the same arithmetic as torch's.
     with torch.device("meta"):
         built = build_model(model, LayerSettings("torch"), vocabulary)
         window = torch.empty(1, model.context + 1, dtype=torch.int64)
-    # The formulas of other backends count the scores that these compute again.
+    # The formulas of other attention backends include the scores that these recompute.
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
         next_token_loss(built, (window,)).backward()
     return counter.get_total_flops() / model.context
@@ -120,7 +120,7 @@ def flops_per_token(model: ModelSettings, vocabulary: int = BYTES.size) -> float
 
 @torch.no_grad()
 def generate(model: nn.Module, settings: SampleSettings, context: int, seed: int, vocabulary: Tokens = BYTES) -> str:
-    """The prompt and ``settings.length`` tokens drawn one after the other, always from the same seed."""
+    """The prompt and ``settings.length`` tokens sampled one by one, always from the same seed."""
     device = next(model.parameters()).device
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.tensor([vocabulary.encode(settings.prompt)], device=device)
@@ -129,7 +129,7 @@ def generate(model: nn.Module, settings: SampleSettings, context: int, seed: int
         choice = torch.multinomial(torch.softmax(following / settings.temperature, dim=-1), 1, generator=generator)
         tokens = torch.cat((tokens, choice[None].to(device)), dim=1)
     text = vocabulary.decode(tokens[0].tolist())
-    # A young model writes control bytes too, which a terminal would obey.
+    # A model early in training writes control bytes, too, which a terminal would obey.
     return "".join(letter if letter.isprintable() or letter in "\n\t" else "\ufffd" for letter in text)
 
 

@@ -2,8 +2,8 @@
 
     python -m train_examples.longest_sequence model=small --gibibytes 24
 
-A batch of one sequence, bfloat16 autocast, and whole steps of the training: forward, loss, backward, clipping, AdamW.
-Tokens are random: what they say costs nothing.
+One sequence per batch, bfloat16 autocast, and whole training steps: forward, loss, backward, clipping, AdamW. Tokens
+are random, because their values do not matter.
 """
 
 from __future__ import annotations
@@ -34,19 +34,20 @@ CONTENDERS = {
     "fused": ("layers=fused",),
     "fused, recompute": ("layers=fused", "layers.recompute=true"),
 }
-# Of a parameter in float32: itself and AdamW's two averages, which are there before a step begins.
+# Bytes per float32 parameter before a step begins: itself and AdamW's two averages.
 BYTES_OF_A_PARAMETER = 12
 
 
-# So many lengths are guessed from the memory that others took, before the search halves and doubles.
+# The number of lengths guessed from the memory of earlier tries, before the search doubles and halves.
 GUESSES = 4
 
 
 def longest(fits: Callable[[int], bool], multiple: int, first: int, guess: Callable[[int], int] | None = None) -> int:
-    """The largest multiple of ``multiple`` that fits, or 0, if whatever is shorter than what fits does fit, too.
+    """The largest multiple of ``multiple`` that fits, or 0; assumes that anything shorter than a length that fits also
+    fits.
 
-    ``guess`` tells it, roughly, from a length that fits: that and the next one are tried. Else the search doubles
-    ``first`` until it does not fit, then halves the gap; no length is tried twice.
+    ``guess`` estimates it from a length that fits: that estimate, or the next length, is tried. Otherwise the search
+    doubles ``first`` until it does not fit, then halves the gap; no length is tried twice.
     """
     fitting, failing, tries = 0, None, 0
     candidate = first
@@ -65,7 +66,7 @@ def longest(fits: Callable[[int], bool], multiple: int, first: int, guess: Calla
 
 
 def train_step(settings: LanguageModelSettings, length: int, compiled: bool, device: torch.device) -> Row:
-    """Train one sequence of ``length`` tokens for a step, and time it.
+    """Train one step on a sequence of ``length`` tokens, and time it.
 
     Raises:
         torch.OutOfMemoryError: the device has too little memory for it.
@@ -79,10 +80,10 @@ def train_step(settings: LanguageModelSettings, length: int, compiled: bool, dev
     optimizer = build_optimizer(model, settings.optim, "bf16-mixed")
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
-    # Its averages come with the first update; every other step finds them there.
+    # Adam allocates its averages in the first update; later steps have them already.
     optimizer.step()
     optimizer.zero_grad()
-    # The first step of a compiled model waits for the compiler.
+    # The first step of a compiled model includes compilation.
     for _ in range(2 if compiled else 1):
         synchronize(device)
         start = time.perf_counter()
@@ -99,17 +100,18 @@ def train_step(settings: LanguageModelSettings, length: int, compiled: bool, dev
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until the device has done what it was told; a CPU has."""
+    """Wait until the device has finished; a CPU has."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def longest_step(settings: LanguageModelSettings, multiple: int, first: int, compiled: bool, limit: int) -> Row:
-    """The step with the longest sequence that fits into so many bytes, its memory, and how many lengths were tried."""
+    """The step with the longest sequence that fits into ``limit`` bytes, its memory, and the number of lengths
+    tried."""
     steps: dict[int, Row] = {}
 
     def fits(length: int) -> bool:
-        # Of the try before nothing may be left: neither in reference cycles, nor in blocks of other sizes.
+        # Free everything of the previous try: reference cycles, and cached blocks of other sizes.
         torch.compiler.reset()
         gc.collect()
         torch.cuda.empty_cache()
@@ -133,7 +135,7 @@ def longest_step(settings: LanguageModelSettings, multiple: int, first: int, com
 
 
 def table(contenders: dict[str, Row]) -> str:
-    """The lengths, and what a step took at them, as aligned text."""
+    """The lengths, and the time and memory of a step at them, as aligned text."""
     cells = [("", "longest sequence", "to torch", "step, s", "tokens/s", "bytes a token")]
     base = contenders["torch"]["length"]
     for name, step in contenders.items():

@@ -1,7 +1,7 @@
-"""The one training loop of all examples: batches in; metrics, a loss curve, checkpoints and a sample out.
+"""The training loop of all examples: batches in; metrics, a loss curve, checkpoints and a sample out.
 
-An example hands over its model and five small things (:class:`Example`); :func:`train` does the rest and is meant to be
-read from top to bottom. Lightning Fabric brings device, precision and the processes.
+An example provides its model and a few functions (:class:`Example`); :func:`train` does the rest and is meant to be
+read from top to bottom. Lightning Fabric handles device, precision and processes.
 """
 
 from __future__ import annotations
@@ -43,20 +43,20 @@ from train_examples.settings import OptimSettings, RunSettings
 Batch = tuple[Tensor, ...]
 Row = dict[str, Any]
 
-# The first steps of a process compile kernels, try some and fill caches: of the row that holds them no speed is
-# reported, and its memory counts in no comparison.
+# The first steps of a process compile kernels, tune and fill caches: the row that contains them reports no speed, and
+# its memory is ignored in comparisons.
 WARM_UP_STEPS = 5
 
 
 @dataclass(frozen=True)
 class Example:
-    """What the loop has to know about an example.
+    """What the loop must know about an example.
 
-    ``loss(model, batch)`` is the mean loss of a batch; ``sample(model)`` is the text that shows at the end what was
-    learned, and numbers that belong into the summary; ``fingerprint`` holds the settings that two runs must share for
-    one to load the other's checkpoint. ``scores(model)`` measures more than the loss at every evaluation, the name that
-    matters most first; ``references`` are the scores of others, by their name, to draw beside them.
-    ``flops_per_token`` is the arithmetic of a training step, forward and backward, where the example counts it.
+    ``loss(model, batch)`` is the mean loss of a batch. ``sample(model)`` returns a text that shows what was learned,
+    and numbers for the summary. ``fingerprint`` holds the settings that two runs must share for one to load the other's
+    checkpoint. ``scores(model)`` are further metrics for every evaluation, the most important first; ``references`` are
+    the scores of baselines, by name, to draw beside them. ``flops_per_token`` is the arithmetic of a training step,
+    forward and backward, if the example counts it.
     """
 
     name: str
@@ -78,9 +78,9 @@ def train(
 ) -> Row:
     """Train ``example`` as ``run`` and ``optim`` say, write everything into ``run.directory``, return the summary.
 
-    ``config`` is the text of the whole configuration, kept beside the results. Nothing is written before the settings
-    and the checkpoint to resume from are known to fit. ``parallel`` is a kind of :class:`Processes`: of several
-    processes all call this, and the first one writes; a kind other than none needs a loss that is a mean over rows.
+    ``config`` is the text of the whole configuration, stored with the results. Nothing is written before the settings
+    and the checkpoint to resume from are checked. ``parallel`` is a kind of :class:`Processes`: all processes call
+    this, and the first one writes; a kind other than none needs a loss that is a mean over rows.
 
     Raises:
         SettingsError: the directory, the checkpoint or ``parallel`` does not fit; the message says why.
@@ -96,7 +96,7 @@ def train(
     processes = Processes(parallel, run, precision)
     fabric = processes.fabric
     if fabric.device.type == "cuda":
-        # The CPU only prepares batches; threads that share this small work hold up the one that launches kernels.
+        # The CPU only prepares batches; threads for so little work delay the one that launches kernels.
         torch.set_num_threads(1)
     elif run.threads is not None:
         torch.set_num_threads(run.threads)
@@ -105,10 +105,10 @@ def train(
         checkpoint = load_checkpoint(resume_from, example.name, example.fingerprint, example.model)
 
     if run.compile:
-        # In place, so that parameters keep their names and checkpoints fit runs that are not compiled.
+        # In place: parameters keep their names, so checkpoints fit runs that are not compiled.
         example.model.compile()
     model = fabric.setup_module(example.model)
-    # Of the parameters that the processes share among them, which are others than before.
+    # After setup_module, which may replace parameters by shards.
     optimizer: Any = fabric.setup_optimizers(build_optimizer(model, optim, precision))
     batches = torch.Generator().manual_seed(run.seed)
     processes.part_generators(run.seed)
@@ -120,7 +120,7 @@ def train(
 
     metrics = directory / "metrics.jsonl"
     rows = [row for row in read_metrics(metrics) if row["step"] <= first_step] if checkpoint is not None else []
-    # No process may still look for what is changed now.
+    # Wait until no process still reads what is changed below.
     fabric.barrier()
     if fabric.is_global_zero:
         if checkpoint is None and metrics.exists():
@@ -130,15 +130,15 @@ def train(
         settings_file.write_text(config)
         tokens = f"{run.steps:,} steps of {example.tokens_per_batch:,} tokens"
         print(f"{tokens} on {device_name(fabric.device)}, {precision}, seed {run.seed}; all settings: {settings_file}")
-        # A summary says that a run is finished.
+        # A summary marks a run as finished.
         (directory / "summary.json").unlink(missing_ok=True)
         if checkpoint is None:
-            # Should this run be killed before its first checkpoint, run.resume=auto must not continue one before it.
+            # If this run is killed before its first checkpoint, run.resume=auto must not continue the run before it.
             remove_checkpoints(directory)
         metrics.write_text("".join(json.dumps(row) + "\n" for row in rows))
     last_step = run.steps if run.stop_after is None else min(run.stop_after, run.steps)
 
-    # A CPU tells no peak of tensors; what is kept for the backward pass can be counted there, too.
+    # On a CPU there is no peak of tensor memory; what is saved for the backward pass can be counted instead.
     kept, counts_kept = None, fabric.device.type == "cpu" and processes.kind == "none" and not run.compile
     written = metrics if fabric.is_global_zero else Path(os.devnull)
     with written.open("a") as metrics_file, reporting(run.steps, first_step) as report:
@@ -154,7 +154,7 @@ def train(
             else:
                 loss = forward()
             fabric.backward(loss)
-            # A non-finite norm shows in the loss of the next row; asking for it here would stall the GPU every step.
+            # A non-finite norm shows in the next row's loss; checking it here would stall the GPU at every step.
             norm = fabric.clip_gradients(model, optimizer, max_norm=optim.clip_norm, error_if_nonfinite=False)
             assert norm is not None
             optimizer.step()
@@ -224,18 +224,18 @@ def learning_rate(step: int, steps: int, optim: OptimSettings) -> float:
 
 
 def build_optimizer(model: nn.Module, optim: OptimSettings, precision: Any) -> torch.optim.Optimizer:
-    """AdamW (Loshchilov and Hutter 2019) that decays matrices only, not biases and norm scales."""
+    """AdamW (Loshchilov and Hutter 2019) with weight decay on matrices only, not on biases and norm scales."""
     matrices = [parameter for parameter in model.parameters() if parameter.dim() >= 2]
     vectors = [parameter for parameter in model.parameters() if parameter.dim() < 2]
     groups = [{"params": matrices, "weight_decay": optim.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
-    # On a GPU in one kernel; but that one scales float16's gradients back only after they would have been clipped.
+    # On a GPU in one fused kernel; with float16 that would unscale gradients only after clipping.
     fused = precision != "16-mixed" and all(parameter.is_cuda for parameter in model.parameters())
     return torch.optim.AdamW(groups, lr=optim.learning_rate, betas=(optim.beta1, optim.beta2), fused=fused or None)
 
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Without gradients and dropout, and as it is: of a compiled model, only what every step repeats is compiled."""
+    """Evaluate without gradients and dropout, and in eager mode: only the training step is compiled."""
     model.eval()
     with torch.no_grad(), torch.compiler.set_stance("force_eager"):
         yield
@@ -250,7 +250,7 @@ def evaluate(example: Example, model: nn.Module, processes: Processes) -> float:
 
 
 def measure(example: Example, model: nn.Module) -> Scores | None:
-    """The scores of an example that has any."""
+    """The scores of an example, if it has any."""
     if example.scores is None:
         return None
     with evaluating(model):
@@ -258,7 +258,7 @@ def measure(example: Example, model: nn.Module) -> Scores | None:
 
 
 def choose_precision(run: RunSettings) -> Any:
-    """``run.precision``, or for ``auto`` bf16 mixed precision on a GPU that computes in it, float32 anywhere else."""
+    """``run.precision``; ``auto`` is bf16 mixed precision on a GPU that supports it natively, else float32."""
     if run.precision != "auto":
         return run.precision
     on_gpu = run.accelerator in ("auto", "gpu", "cuda") and torch.cuda.is_available()
@@ -266,15 +266,15 @@ def choose_precision(run: RunSettings) -> Any:
 
 
 def peak_memory(device: torch.device) -> int:
-    """Bytes: the most that tensors took on a GPU since the warm-up, or on a CPU the most the process ever took."""
+    """Bytes: on a GPU the peak of tensor memory since the warm-up, on a CPU the peak of the process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    # Linux counts in KiB, macOS in bytes.
+    # In KiB on Linux, in bytes on macOS.
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 def device_name(device: torch.device) -> str:
-    """A device in words."""
+    """The name of a device."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     threads = torch.get_num_threads()
@@ -282,7 +282,7 @@ def device_name(device: torch.device) -> str:
 
 
 def summarise(example: Example, layers: str, run: RunSettings, processes: Processes, rows: list[Row]) -> Row:
-    """The numbers of a run that a comparison needs; the speed is the median row's, so a disturbed row does no harm."""
+    """The numbers of a run for a comparison; the speed is the median over rows, which is robust to disturbed ones."""
     timed = [row for row in rows if row["tokens_per_second"] is not None]
     speeds = [row["tokens_per_second"] for row in timed]
     peaks = [row["peak_memory_bytes"] for row in timed or rows]
@@ -317,7 +317,7 @@ def summarise(example: Example, layers: str, run: RunSettings, processes: Proces
 
 
 def environment() -> Row:
-    """What decides, beside the settings, which code runs: versions, and the library's switches."""
+    """What determines, besides the settings, which code runs: versions, and the library's switches."""
     try:
         triton = version("triton")
     except PackageNotFoundError:
@@ -332,7 +332,7 @@ def environment() -> Row:
 
 
 def in_words(summary: Row) -> Iterator[str]:
-    """The parts of the closing line; what a very short run did not measure is left out."""
+    """The parts of the closing line, without what a very short run did not measure."""
     if summary["validation_loss"] is not None:
         yield f"validation loss {summary['validation_loss']:.4f}"
     if summary["tokens_per_second"] is not None:
@@ -347,7 +347,7 @@ def read_metrics(path: Path) -> list[Row]:
 
 @contextmanager
 def reporting(steps: int, first_step: int) -> Iterator[Callable[[Row], None]]:
-    """A function that shows a row: as a progress bar on a terminal, as a plain line anywhere else."""
+    """A function that shows a row: as a progress bar on a terminal, else as a plain line."""
     if not sys.stdout.isatty():
         yield lambda row: print(as_line(row, steps), flush=True)
         return

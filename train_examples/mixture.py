@@ -1,4 +1,4 @@
-"""A mixture of experts in plain torch, in the place of a feed-forward block: the control of `fusedlayers.FusedMoE`."""
+"""A mixture of experts in plain torch, in place of a feed-forward block: the control for `fusedlayers.FusedMoE`."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from fusedlayers.kernels.activations import ACTIVATIONS, canonical_activation
 
 
 class Experts(nn.Module):
-    """Each token ``[M, d_model]`` through its experts ``[M, k]``, and their results weighted and added up.
+    """Runs each token ``[M, d_model]`` through its experts ``[M, k]`` and returns their weighted sum.
 
-    The weights of all experts are stacked, and the module is called as transformers' experts are: by the three flags
-    `fusedlayers.replace` knows the interface, and reads what the experts compute.
+    The weights of all experts are stacked, and forward has the signature of transformers' experts: the three flags mark
+    that interface for `fusedlayers.replace`, which then reads what the experts compute.
     """
 
     def __init__(self, d_model: int, d_ff: int, experts: int, activation: str, gated: bool) -> None:
@@ -46,7 +46,7 @@ class Experts(nn.Module):
 class Mixture(nn.Module):
     """A router, and the experts that it chooses for each token of ``x [*B, M, d_model]``.
 
-    Parameters, their names and first values are those of :class:`fusedlayers.FusedMoE`, so checkpoints fit both.
+    Names and initial values of the parameters are those of :class:`fusedlayers.FusedMoE`, so checkpoints fit both.
     """
 
     def __init__(self, d_model: int, d_ff: int, experts: int, top_k: int, activation: str, gated: bool) -> None:
@@ -64,6 +64,6 @@ class Mixture(nn.Module):
 
 
 def _drawn(*shape: int) -> nn.Parameter:
-    """The weight of each expert as ``nn.Linear`` draws its own."""
+    """The stacked weights, each initialised as by ``nn.Linear``."""
     bound = 1 / math.sqrt(shape[-1])
     return nn.Parameter(nn.init.uniform_(torch.empty(shape), -bound, bound))

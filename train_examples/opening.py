@@ -1,9 +1,9 @@
-"""What two runs of the language model will show on this machine, said before they start, as by ``make train``.
+"""Announces what two runs of the language model will show on this machine, before ``make train`` starts them.
 
     python -m train_examples.opening model=tiny run.directory=runs
 
-takes the settings of the runs; ``run.directory`` is the folder in which both lie, ``torch`` and ``fused``. The settings
-that suit this machine, which both runs are to take, are written into a file there.
+takes the settings of the runs; ``run.directory`` is the folder of both, ``torch`` and ``fused``. The settings that suit
+this machine are written into a file there, for both runs.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ from train_examples.loop import choose_precision
 from train_examples.settings import LanguageModelSettings, LayerSettings, SettingsError, register_settings
 from train_examples.transformer import feed_forward
 
-# Of a run, beside its steps: imports, evaluation, the sample and the pictures.
+# Seconds of a run outside its steps: imports, evaluation, the sample and the pictures.
 AROUND_SECONDS = 20
-# How many steps are timed with each number of threads, and after how many seconds no further ones are begun.
+# The number of steps timed with each number of threads, and the seconds after which no more are started.
 TIMED_STEPS = 5
 TRIAL_SECONDS = 20.0
-# The file of settings that suit the machine.
+# The file with the settings that suit the machine.
 SUITABLE = "settings.txt"
 
 
 def opening(settings: LanguageModelSettings) -> tuple[str, list[str]]:
-    """One paragraph: the machine, what is compared on it, how long that takes, and what becomes of earlier runs; and
-    the settings that both runs take on this machine.
+    """One paragraph (the machine, what is compared, how long it takes, what becomes of earlier runs), and the settings
+    for both runs on this machine.
 
     Raises:
-        SettingsError: a run is to be resumed from something that is no checkpoint.
+        SettingsError: a run is to be resumed from something that is not a checkpoint.
     """
     run, model = settings.run, settings.model
     use_gpu = run.accelerator in ("auto", "cuda", "gpu") and torch.cuda.is_available()
@@ -56,7 +56,7 @@ def opening(settings: LanguageModelSettings) -> tuple[str, list[str]]:
         name = torch.cuda.get_device_name(device)
         sentences.append(f"The GPU here is {name}; a fused feed-forward block {what[0].lower()}{what[1:]}")
         sentences.append("The end compares loss, speed and peak memory.")
-        # The one thread that launches kernels.
+        # Only the launching thread matters.
         trial = seconds_per_step(settings, device, [1])
         suitable = ["layers.recompute=auto"]
     else:
@@ -82,12 +82,12 @@ def opening(settings: LanguageModelSettings) -> tuple[str, list[str]]:
 
 
 def fastest(trial: Mapping[int, float]) -> int:
-    """The number of threads whose steps took the least time."""
+    """The number of threads with the fastest steps."""
     return min(trial, key=lambda threads: trial[threads])
 
 
 def threads_in_words(trial: Mapping[int, float]) -> str:
-    """How many threads compute, and the time of a step with each number that was tried, in one sentence."""
+    """The chosen number of threads, and the time of a step with each number that was tried, in one sentence."""
 
     def counted(threads: int) -> str:
         return f"{threads:,} thread{'s' if threads > 1 else ''}"
@@ -97,7 +97,7 @@ def threads_in_words(trial: Mapping[int, float]) -> str:
 
 
 def plan_in_words(settings: LanguageModelSettings, device: torch.device) -> str:
-    """What runs a feed-forward block in a training step, in one sentence of ``explain``."""
+    """What runs a feed-forward block in a training step, as ``explain`` says in one sentence."""
     model = settings.model
     dtype = torch.bfloat16 if choose_precision(settings.run).startswith("bf16") else torch.float32
     layer = feed_forward(model, LayerSettings("fused", settings.layers.recompute)).to(device, dtype)
@@ -106,7 +106,7 @@ def plan_in_words(settings: LanguageModelSettings, device: torch.device) -> str:
 
 
 def seconds_per_step(settings: LanguageModelSettings, device: torch.device, threads: Iterable[int]) -> dict[int, float]:
-    """The time of a step of torch's layers without the optimizer, by the number of threads, measured on a few."""
+    """Seconds of a step with torch's layers, without the optimizer, by number of threads, measured on a few steps."""
     classes = settings.vocabulary.size
     built = build_model(settings.model, LayerSettings("torch"), classes).to(device)
     windows = torch.randint(classes, (settings.run.batch_size, settings.model.context + 1), device=device)
@@ -114,7 +114,7 @@ def seconds_per_step(settings: LanguageModelSettings, device: torch.device, thre
     seconds: dict[int, list[float]] = {number: [] for number in threads}
     begin, before = time.perf_counter(), torch.get_num_threads()
     for _ in range(1 + TIMED_STEPS):
-        # In turn, so that what else the machine does disturbs all numbers alike.
+        # Interleaved, so that other load on the machine affects all numbers alike.
         for number, found in seconds.items():
             torch.set_num_threads(number)
             start = time.perf_counter()
@@ -126,12 +126,12 @@ def seconds_per_step(settings: LanguageModelSettings, device: torch.device, thre
         if time.perf_counter() - begin > TRIAL_SECONDS:
             break
     torch.set_num_threads(before)
-    # The first one warms up; it counts where it took so long that there was no other.
+    # The first step is warm-up; it counts only if it took so long that no other ran.
     return {number: statistics.median(found[1:] or found) for number, found in seconds.items()}
 
 
 def duration(seconds: float) -> str:
-    """Roughly how long that is, in words."""
+    """A duration in words, roughly."""
     minutes = round(seconds / 60)
     if minutes <= 1:
         return "about a minute"
@@ -153,7 +153,7 @@ def main(config: DictConfig) -> None:
     except KeyboardInterrupt:
         print("\ninterrupted before the runs began", file=sys.stderr)
         raise SystemExit(INTERRUPTED) from None
-    # Paths stay whole.
+    # Do not break paths.
     print(textwrap.fill(text, 100, break_long_words=False, break_on_hyphens=False))
     folder = Path(settings.run.directory)
     folder.mkdir(parents=True, exist_ok=True)

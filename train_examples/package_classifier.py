@@ -1,7 +1,7 @@
-"""Which package a window of source text is from: ``python -m train_examples.package_classifier layers=fused``.
+"""Predicts which package a window of source text is from: ``python -m train_examples.package_classifier layers=fused``.
 
-Twelve lines of source as 65,536 hashed n-grams, a dense vector of which 99.8% is zero, and two linear layers. The first
-has many inputs, few rows and few outputs: too few tiles to keep a GPU busy, unless the axis that it sums over is split.
+Twelve lines of source become 65,536 hashed n-grams, a dense vector that is 99.8% zeros, for two linear layers. The
+first has many inputs, few rows and few outputs: too few tiles to occupy a GPU, unless the reduction axis is split.
 """
 
 from __future__ import annotations
@@ -32,12 +32,13 @@ from train_examples.settings import (
 )
 from train_examples.source_windows import Window, load_windows
 
-# Windows that are made dense at once where no step needs them: bounds the memory of an evaluation.
+# Windows that an evaluation makes dense at once: limits its memory.
 DENSE_AT_ONCE = 256
 
 
 class PackageClassifier(nn.Module):
-    """The entries of sparse rows to logits ``[samples, packages]``; the dense rows live as long as their batch."""
+    """Maps the entries of sparse rows to logits ``[samples, packages]``; dense rows live only as long as their
+    batch."""
 
     def __init__(self, settings: ClassifierSettings, layers: LayerSettings, packages: int) -> None:
         super().__init__()
@@ -48,14 +49,14 @@ class PackageClassifier(nn.Module):
 
     def forward(self, rows: Tensor, columns: Tensor, values: Tensor, samples: int) -> Tensor:
         device = values.device.type
-        # In the dtype that the layers compute in, so that nothing of this size is converted.
+        # Dense rows in the layers' compute dtype, so that nothing of this size is cast.
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
         dense = dense_rows(rows, columns, values, (samples, self.features), dtype)
         return self.head(self.dropout(F.relu(self.wide(dense))))
 
 
 def wide_linear(settings: ClassifierSettings, layers: LayerSettings) -> nn.Linear:
-    """The layer with all the inputs, of the kind that ``layers.kind`` names."""
+    """The layer with all the inputs, of the kind ``layers.kind``."""
     if layers.kind == "torch":
         return nn.Linear(settings.features, settings.hidden)
     return fusedlayers.SplitKLinear(settings.features, settings.hidden, split_k=layers.split_k)
@@ -63,23 +64,23 @@ def wide_linear(settings: ClassifierSettings, layers: LayerSettings) -> nn.Linea
 
 @dataclass(frozen=True)
 class Part:
-    """Windows, their features and the numbers of their packages, int64 ``[N]``."""
+    """Windows, their features and the indices of their packages, int64 ``[N]``."""
 
     windows: Sequence[Window]
     features: SparseRows
     labels: Tensor
 
     def batch(self, samples: Tensor) -> loop.Batch:
-        """Those windows as the loop wants them."""
+        """These windows as a batch for the loop."""
         return *self.features.take(samples), self.labels[samples]
 
     def batches(self, size: int) -> list[loop.Batch]:
-        """All windows in order, so many at once."""
+        """All windows in order, in batches of ``size``."""
         return [self.batch(samples) for samples in torch.arange(len(self.windows)).split(size)]
 
 
 def window_loss(model: nn.Module, batch: loop.Batch) -> Tensor:
-    """Cross-entropy of the right package, in nats, the mean of the windows."""
+    """Mean cross-entropy of the right package over the windows, in nats."""
     *entries, labels = batch
     return F.cross_entropy(model(*entries, len(labels)), labels)
 
@@ -96,7 +97,7 @@ def all_logits(model: nn.Module, part: Part) -> Tensor:
 
 
 def references(training: Part, part: Part, linear: Tensor, packages: int) -> dict[str, Scores]:
-    """What others reach on these windows: the baseline, who always names the largest package, and who guesses."""
+    """Baselines on these windows: the linear classifier, always naming the largest package, and guessing."""
     return {
         "linear": accuracy_scores(linear, part.labels),
         "majority": majority_scores(training.labels, part.labels),
@@ -107,8 +108,7 @@ def references(training: Part, part: Part, linear: Tensor, packages: int) -> dic
 def report(
     model: nn.Module, test: Part, packages: Sequence[str], linear: Tensor, others: dict[str, Scores], shown: int
 ) -> tuple[str, loop.Row]:
-    """The scores on the test modules beside those of the others, and some predictions: as text, and the numbers for the
-    summary."""
+    """The test scores beside the baselines, and some predictions, as text; and the numbers for the summary."""
     shares = all_logits(model, test).softmax(dim=1)
     reached = {"trained": accuracy_scores(shares.argmax(dim=1), test.labels), **others}
     lines = [f"{len(test.windows)} windows of held-out test modules, from one of {len(packages)} packages:"]
@@ -129,8 +129,8 @@ def report(
 
 
 def run(settings: PackageClassifierSettings) -> loop.Row:
-    """Read the windows, build the model, train it, time its wide layer where there is a GPU; returns the summary that
-    is also in ``summary.json``."""
+    """Read the windows, build and train the model, time its wide layer if there is a GPU; returns the summary that is
+    also in ``summary.json``."""
     chosen, batch_size = settings.classifier, settings.run.batch_size
     windows = load_windows(settings.data)
     packages = windows.packages
@@ -156,7 +156,7 @@ def run(settings: PackageClassifierSettings) -> loop.Row:
     parameters = sum(parameter.numel() for parameter in built.parameters())
     print(f"{parameters:,} parameters, {chosen.features:,} features, layers={settings.layers.kind}")
 
-    # Neighbours come from one package: batches are mixed, as those of the training are.
+    # Neighbours come from one package: validation batches are shuffled, as training batches are.
     mixed = torch.randperm(len(validation.windows), generator=torch.Generator().manual_seed(0))
     example = loop.Example(
         name="package_classifier",

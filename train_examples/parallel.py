@@ -1,7 +1,7 @@
 """Several processes under torchrun: what ``parallel=none|ddp|fsdp|tp`` changes in a run.
 
-Whatever their number, all processes draw the same global batch: with ddp and fsdp each computes its rows of it, with tp
-its share of every layer. So a run follows the same curve on any number of processes, up to the order of the sums.
+All processes draw the same global batch, whatever their number: with ddp and fsdp each computes its rows of it, with tp
+its share of every layer. So a run follows the same curve on any number of processes, up to the order of sums.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ KINDS = ("none", "ddp", "fsdp", "tp")
 
 
 class Processes:
-    """The processes of one run, started by torchrun or just this one, and how they share the work: ``kind``.
+    """The processes of one run, started by torchrun or just this one, and how they share the work (``kind``).
 
     Raises:
         SettingsError: the kind is unknown, or does not fit the number of processes, the batch or the precision.
@@ -40,12 +40,12 @@ class Processes:
         self.kind = kind
         strategy: Any = "auto"
         if kind == "ddp":
-            # The only buffers are the tables of the positions, which are the same everywhere.
+            # The only buffers are the tables of rotary positions, equal in all processes.
             strategy = DDPStrategy(broadcast_buffers=False, gradient_as_bucket_view=True)
         elif kind == "fsdp":
             shard = partial(shard_parameters, half=precision == "bf16-mixed")
             strategy = ModelParallelStrategy(shard, data_parallel_size=count, tensor_parallel_size=1)
-            # The policy of fully_shard casts; autocast would cast a second time.
+            # fully_shard's mixed-precision policy casts already; autocast would cast again.
             precision = "32-true"
         elif kind == "tp":
             strategy = ModelParallelStrategy(split_layers, data_parallel_size=1, tensor_parallel_size=count)
@@ -56,31 +56,33 @@ class Processes:
 
     @property
     def split_batches(self) -> bool:
-        """Whether each process computes other rows of a batch."""
+        """Whether each process computes different rows of a batch."""
         return self.kind in ("ddp", "fsdp")
 
     def share(self, batch: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """What this process computes of a batch that all have drawn, on its device."""
+        """This process's share of the global batch, on its device."""
         if self.split_batches:
             batch = tuple(tensor.chunk(self.fabric.world_size)[self.fabric.global_rank] for tensor in batch)
         if self.fabric.device.type == "cuda":
-            # Any other copy waits for the GPU to finish the step before, and the GPU then waits for the host.
+            # A copy from pageable memory would wait for the GPU to finish the previous step, and the GPU then for the
+            # host.
             batch = tuple(tensor.pin_memory() for tensor in batch)
         return self.fabric.to_device(batch)
 
     def mean(self, loss: Tensor) -> float:
-        """The mean over the whole batch of a loss that is the mean over each share."""
+        """The mean over the whole batch, given the mean over each share."""
         return cast(Tensor, self.fabric.all_reduce(loss, reduce_op="mean") if self.split_batches else loss).item()
 
     def part_generators(self, seed: int) -> None:
-        """Other dropout in each process that computes other rows; the first one draws as a single process does."""
+        """Seed dropout differently in each process that computes different rows; the first one draws as a single
+        process does."""
         if self.split_batches and self.fabric.global_rank:
-            # The largest seed has no successor.
+            # Wraps around after the largest seed.
             torch.manual_seed((seed + self.fabric.global_rank) % 2**64)
 
 
 def check_parallel(kind: str, run: RunSettings, precision: Any, count: int) -> None:
-    """A kind that exists, and that fits the number of processes, the batch and the precision."""
+    """Check that the kind exists and fits the number of processes, the batch and the precision."""
     if kind not in KINDS:
         raise SettingsError(f"parallel.kind is {kind!r}; expected {', '.join(KINDS[:-1])} or {KINDS[-1]}")
     if kind == "none" and count > 1:
@@ -94,9 +96,9 @@ def check_parallel(kind: str, run: RunSettings, precision: Any, count: int) -> N
 
 
 def shard_parameters(model: nn.Module, mesh: DeviceMesh, half: bool) -> nn.Module:
-    """FSDP2: each block is gathered when it is computed, in bfloat16 if ``half``; gradients are summed in float32."""
+    """FSDP2: each block is gathered when it is computed, in bfloat16 if ``half``; gradients are reduced in float32."""
     model.to(mesh.device_type)
-    # Inputs stay as they are: the tables of the positions need float32.
+    # Inputs are not cast: the tables of rotary positions need float32.
     dtypes = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32} if half else {}
     options: dict[str, Any] = {"mesh": mesh["data_parallel"]}
     for block in cast(nn.ModuleList, model.blocks):
@@ -107,10 +109,11 @@ def shard_parameters(model: nn.Module, mesh: DeviceMesh, half: bool) -> nn.Modul
 
 
 def split_layers(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
-    """Tensor parallelism of a language model: every matrix is split, between them activations are whole.
+    """Tensor parallelism of a language model: every matrix is split; the activations between them are replicated.
 
     Raises:
-        SettingsError: a size is not a multiple of the number of processes, or torch would drop equal columns in all.
+        SettingsError: a size is not a multiple of the number of processes, or torch's dropout would drop equal columns
+            in all.
     """
     model.to(mesh.device_type)
     mesh = mesh["tensor_parallel"]
@@ -145,7 +148,7 @@ def split_layers(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
     parallelize_module(model, mesh, plan)
     for module in model.modules():
         if isinstance(module, nn.LayerNorm):
-            # Whole in every process, but as a DTensor: gradients are clipped by the norm of all parameters together.
+            # Replicated, but as a DTensor: gradients are clipped by the norm over all parameters together.
             distribute_module(module, mesh, input_fn=cast(Any, _enter), output_fn=cast(Any, _leave))
     return model
 

@@ -10,10 +10,10 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullFormatter
 
-# Two colours that stay apart for colour-blind readers and in grey print.
+# Two colours that are distinct for colour-blind readers and in grey print.
 COLOURS = ("#0b6e99", "#d9730d")
 TEXT = "#333333"
-# Where there are more than two.
+# For more than two.
 MORE_COLOURS = (*COLOURS, "#009e73", "#cc79a7", "#b8a100", "#56b4e9", "#7a4e2d")
 
 
@@ -30,7 +30,7 @@ def loss_curve(rows: list[dict[str, Any]], title: str, unit: str, path: Path) ->
 def score_curves(
     rows: list[dict[str, Any]], references: Mapping[str, Mapping[str, float]], title: str, path: Path
 ) -> None:
-    """Every score over steps in a panel of its own, with the references as lines, as a PNG at ``path``."""
+    """Every score over steps in its own panel, with the baselines as lines, as a PNG at ``path``."""
     names = list(next((row["scores"] for row in rows if row["scores"]), {}))
     figure = Figure(figsize=(4.3 * max(1, len(names)), 4.3), dpi=150, layout="constrained")
     for axes, name in zip(figure.subplots(1, max(1, len(names)), squeeze=False)[0], names, strict=False):
@@ -51,14 +51,15 @@ def comparison(
     measured: bool = True,
 ) -> None:
     """Loss curves of several runs under a title with ``note``, as a PNG; beside them the first score of an example that
-    has some, and as bars speed and peak memory where these were ``measured``, or what is kept for the backward pass."""
+    has scores, and bars of speed and peak memory if these were ``measured``, else of what is saved for the backward
+    pass."""
     first_scores = next((row["scores"] for run_rows in rows for row in run_rows if row["scores"]), None)
     measures = speed_and_memory(summaries) if measured else memory_kept(summaries)
     widths = (2,) * (1 if first_scores is None else 2) + (1,) * len(measures)
     figure = Figure(figsize=(max(9.0, 3 + 2.5 * sum(widths)), 4.6), dpi=150, layout="constrained")
     losses, *others = figure.subplots(1, len(widths), width_ratios=widths, squeeze=False)[0]
     for position, name in enumerate(names):
-        # The second run is dashed: two equal curves lie on each other, and both should still be seen.
+        # The second run is dashed: two equal curves overlap, and both should be visible.
         draw_losses(losses, rows[position], COLOURS[position % 2], f"{name}: ", dashed=position % 2 == 1)
     style(losses, "Loss", "step", f"loss ({summaries[0]['loss_unit']})")
     losses.legend(frameon=False)
@@ -81,7 +82,7 @@ def comparison(
 
 
 class Measure(NamedTuple):
-    """What is drawn as a bar for every run."""
+    """One bar chart, with a bar per run."""
 
     title: str
     unit: str
@@ -101,7 +102,7 @@ def speed_and_memory(summaries: list[dict[str, Any]]) -> list[Measure]:
 
 
 def memory_kept(summaries: list[dict[str, Any]]) -> list[Measure]:
-    """What a training step of every run keeps for its backward pass, nothing where it was not counted."""
+    """The memory that a training step of each run saves for its backward pass; empty if it was not counted."""
     if not all(summary.get("kept_bytes") for summary in summaries):
         return []
     mebibytes = [summary["kept_bytes"] / 2**20 for summary in summaries]
@@ -111,15 +112,15 @@ def memory_kept(summaries: list[dict[str, Any]]) -> list[Measure]:
 def overlaid_losses(
     panels: Mapping[str, Mapping[str, list[dict[str, Any]]]], unit: str, title: str, path: Path
 ) -> None:
-    """The losses of several runs on top of each other, for every model, and below how they differ from the first run's,
-    as a PNG at ``path``."""
+    """For every model the losses of several runs in one panel, and below it their differences from the first run, as a
+    PNG at ``path``."""
     figure = Figure(figsize=(6.5 * len(panels), 6.2), dpi=150, layout="constrained")
     grid = figure.subplots(2, len(panels), squeeze=False, height_ratios=(2, 1), sharex="col")
     for (name, runs), losses, differences in zip(panels.items(), *grid, strict=True):
         first = next(iter(runs))
         for position, (run, rows) in enumerate(runs.items()):
             colour = MORE_COLOURS[position % len(MORE_COLOURS)]
-            # Each line is thinner than the one below it: equal curves lie on each other, and all should be seen.
+            # Each line is thinner than the one below it, so that overlapping curves are all visible.
             width = 1 + (len(runs) - 1 - position)
             steps, values = [row["step"] for row in rows], [row["train_loss"] for row in rows]
             losses.plot(steps, values, color=colour, linewidth=width, label=run)
@@ -133,7 +134,7 @@ def overlaid_losses(
 
 
 def split_factors(microseconds: Mapping[str, float], title: str, path: Path) -> None:
-    """Time over the number of ranges, named ``S = 1``, ``S = 2``, ..., with every other name as a horizontal line, as a
+    """Time over the number of splits, named ``S = 1``, ``S = 2``, ..., and every other name as a horizontal line, as a
     PNG at ``path``."""
     splits = {int(name.removeprefix("S = ")): time for name, time in microseconds.items() if name.startswith("S = ")}
     figure = Figure(figsize=(7, 4.3), dpi=150, layout="constrained")
@@ -178,10 +179,10 @@ def draw_scores(
 
 
 def draw_references(axes: Axes, references: Mapping[str, Mapping[str, float]], score: str) -> None:
-    """What others reach, as a horizontal line each."""
+    """The baselines, each as a horizontal line."""
     for line, (name, scores) in zip(("-.", "--", ":"), references.items(), strict=False):
         axes.axhline(scores[score], color=TEXT, linewidth=1.3, linestyle=line, label=f"{name}: {scores[score]:.3f}")
-    # Once all lines are drawn: a limit set earlier would fix the other end, too.
+    # After all lines are drawn: a limit set earlier would also fix the other end.
     axes.set_ylim(bottom=0)
 
 
@@ -211,7 +212,7 @@ def draw_losses(axes: Axes, rows: list[dict[str, Any]], colour: str, prefix: str
 
 def bars(axes: Axes, names: list[str], values: list[float], form: str) -> None:
     """One bar per run with its value written above."""
-    # On two lines, or long names run into one another.
+    # On two lines, or long names overlap.
     titles = [name.replace(", ", ",\n") for name in names]
     drawn = axes.bar(titles, values, width=0.6, color=[COLOURS[position % 2] for position in range(len(names))])
     axes.bar_label(drawn, labels=[form.format(value) for value in values], padding=3, color=TEXT, fontsize=11)
@@ -223,7 +224,7 @@ def style(axes: Axes, title: str, x_label: str, y_label: str) -> None:
     axes.set_title(title, loc="left", fontsize=12, color=TEXT)
     axes.set_xlabel(x_label, color=TEXT)
     axes.set_ylabel(y_label, color=TEXT)
-    # In full: with its usual six digits a million tokens per second would be 1e+06.
+    # In full: with the default of six digits a million tokens per second would be 1e+06.
     axes.yaxis.set_major_formatter("{x:,.10g}")
     axes.grid(axis="y", color="#dddddd", linewidth=0.8)
     axes.set_axisbelow(True)

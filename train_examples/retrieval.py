@@ -1,4 +1,4 @@
-"""How well a search finds: ranks, recall and MRR, what chance and TF-IDF reach, and a ranking to look at."""
+"""Quality of a search: ranks, recall and MRR, the baselines (chance and TF-IDF), and a ranking to look at."""
 
 from __future__ import annotations
 
@@ -12,16 +12,18 @@ from train_examples.scores import Scores
 
 
 def ranks(scores: Tensor) -> Tensor:
-    """The rank, from 1, of what each query should find: ``scores [Q, Q]``, where query q belongs to document q.
+    """The rank, from 1, of each query's own document: ``scores [Q, Q]``, where query q belongs to document q.
 
-    Documents that score the same as the right one count as before it, so that ties never flatter; NaN counts as a tie.
+    Documents with the same score as the right one count as ranked before it, so ties never flatter; NaN counts as a
+    tie.
     """
     own = scores.diagonal()[:, None]
     return scores.shape[1] - (scores < own).sum(dim=1)
 
 
 def retrieval_scores(ranks: Tensor) -> Scores:
-    """Recall at 10 and 1, the share of queries whose document is among the first so many, and the mean of 1 / rank."""
+    """Recall at 10 and at 1 (the share of queries whose document is among the first 10 or 1), and the mean of 1 /
+    rank."""
     return {
         "recall_at_10": (ranks <= 10).double().mean().item(),
         "recall_at_1": (ranks <= 1).double().mean().item(),
@@ -30,17 +32,17 @@ def retrieval_scores(ranks: Tensor) -> Scores:
 
 
 def chance_scores(candidates: int) -> Scores:
-    """What a random order of so many candidates reaches on average."""
+    """The average scores of a random order of this many candidates."""
     return retrieval_scores(torch.arange(1, candidates + 1))
 
 
 def tfidf_scores(pairs: Sequence[Pair]) -> Tensor:
     """Cosine of TF-IDF vectors of queries and code, ``[Q, Q]``: the baseline, on the same words as the model's.
 
-    scikit-learn's, with 1 + log(tf), which suits code, where a name is repeated often. It knows the document
-    frequencies of the very code that is searched, and sees every word of it, not only the first ``model.context``.
+    scikit-learn's, with 1 + log(tf), which suits code, where names are repeated often. It uses the document frequencies
+    of the very code that is searched, and sees every word of it, not only the first ``model.context``.
     """
-    # Here, not above: importing it takes a second, and only this example needs it.
+    # Imported here because it takes a second, and only this example needs it.
     from sklearn.feature_extraction.text import TfidfVectorizer
 
     vectorizer = TfidfVectorizer(analyzer=tuple, sublinear_tf=True)
@@ -50,7 +52,7 @@ def tfidf_scores(pairs: Sequence[Pair]) -> Tensor:
 
 
 def ranking(pairs: Sequence[Pair], scores: Tensor, baseline: Tensor, query: int, length: int = 3) -> list[str]:
-    """Lines that show what a search found: the query, where its function was found, and the first of the ranking."""
+    """The lines of one ranking: the query, the rank of its function, and the first results."""
     place, baseline_place = (int(ranks(found)[query]) for found in (scores, baseline))
     lines = [
         f"query: {shortened(pairs[query].query)}",
@@ -64,5 +66,5 @@ def ranking(pairs: Sequence[Pair], scores: Tensor, baseline: Tensor, query: int,
 
 
 def shortened(text: str, length: int = 100) -> str:
-    """At most the first ``length`` letters, with a sign that there are more."""
+    """At most the first ``length`` characters; an ellipsis marks a cut."""
     return text if len(text) <= length else text[: length - 1] + "…"

@@ -1,7 +1,7 @@
-"""The schema of every setting: names, types, defaults and what a value must be; ``configs/`` fills it in.
+"""The schema of every setting: names, types, defaults and valid values; ``configs/`` fills it in.
 
-Hydra checks names and types against these dataclasses, and :func:`as_settings` checks the values, so a setting that
-cannot work stops the run before anything is read or built.
+Hydra checks names and types against these dataclasses, and :func:`as_settings` checks the values, so an invalid setting
+stops the run before anything is read or built.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from fusedlayers.kernels.activations import canonical_activation
 
 
 class SettingsError(ValueError):
-    """A setting that cannot work: the message names it, says what it is, and what was expected."""
+    """An invalid setting: the message names it and its value, and says what was expected."""
 
 
 class Rule(NamedTuple):
-    """What a value must be, in words that follow "expected", and whether one is; NaN must fail every comparison."""
+    """What a value must be, in words that follow "expected", and a check; NaN must fail every comparison."""
 
     expected: str
     holds: Callable[[Any], bool]
@@ -38,12 +38,12 @@ def one_of(*words: str) -> Rule:
 
 
 def only_auto(reason: str) -> Rule:
-    """The value is ``auto``, because an example cannot use another one."""
+    """The value must be ``auto``, because an example cannot use another one."""
     return Rule(f"auto: {reason}", lambda value: value == "auto")
 
 
 def checked(rule: Rule, default: Any = MISSING) -> Any:
-    """A setting that has to follow a rule."""
+    """A setting with a rule."""
     return field(default=default, metadata={"rule": rule})
 
 
@@ -71,7 +71,7 @@ SEED = Rule("an integer that torch takes as a seed, -2**63 to 2**64 - 1", lambda
 FOLDER = Rule("the name of a folder", bool)
 ACCELERATOR = Rule("auto, cpu, or a cuda, gpu or mps that this machine has", lambda value: value in accelerators())
 PRECISION = one_of("auto", "32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true", "64-true")
-# As FusedFFN: 0 and 1 equal False and True, so they are no numbers of bytes.
+# As in FusedFFN: 0 and 1 equal False and True, so they are not byte counts.
 RECOMPUTE = Rule(
     "auto, true or false, or a number of bytes above 1",
     lambda value: value == "auto" or isinstance(value, bool) or (isinstance(value, int) and value > 1),
@@ -87,7 +87,7 @@ class ModelSettings:
     d_ff: int = checked(COUNT)
     layers: int = checked(COUNT)
     heads: int = checked(COUNT)
-    context: int = checked(COUNT)  # tokens of one training sequence, and the most that the model ever sees at once
+    context: int = checked(COUNT)  # tokens of a training sequence, and the most that the model ever sees at once
     activation: str = "gelu"
     gated: bool = False
     bias: bool = True  # of the feed-forward block; the rest of the model has none
@@ -98,7 +98,7 @@ class ModelSettings:
 
 @dataclass
 class DataSettings:
-    """Where the text comes from: ``kind`` is ``stdlib`` or ``text_file``."""
+    """The source of the text: ``kind`` is ``stdlib`` or ``text_file``."""
 
     kind: str = checked(one_of("stdlib", "text_file"))
     path: str | None = None  # text_file: the file to read
@@ -110,13 +110,13 @@ class VocabularySettings:
     """What a token is: ``kind`` is ``bytes`` or ``bpe``, byte pairs learned from the training text."""
 
     kind: str = checked(one_of("bytes", "bpe"))
-    size: int = checked(BYTES)  # bpe: tokens, if the text has so many pairs
-    cache: str = checked(FOLDER, "runs/vocabularies")  # bpe: where what was learned is kept
+    size: int = checked(BYTES)  # bpe: tokens, if the text has that many pairs
+    cache: str = checked(FOLDER, "runs/vocabularies")  # bpe: where the learned vocabulary is cached
 
 
 @dataclass
 class PairSettings:
-    """Where the (docstring, code) pairs come from: ``kind`` is ``stdlib``."""
+    """The source of the (docstring, code) pairs: ``kind`` is ``stdlib``."""
 
     kind: str = checked(one_of("stdlib"))
     validation_fraction: float = checked(PART, 0.1)  # of the top-level modules
@@ -125,7 +125,7 @@ class PairSettings:
 
 @dataclass
 class WindowSettings:
-    """Where the windows of source text come from: ``kind`` is ``stdlib``."""
+    """The source of the windows of text: ``kind`` is ``stdlib``."""
 
     kind: str = checked(one_of("stdlib"))
     validation_fraction: float = checked(PART, 0.1)  # of the windows of every package, at most: files stay whole
@@ -147,16 +147,16 @@ class LossSettings:
     """Who computes the last linear layer with its loss: ``kind`` is ``fused`` or ``torch``."""
 
     kind: str = checked(one_of("fused", "torch"))
-    recompute: bool = False  # fused: the backward pass computes the logits again, so that none are ever in memory
+    recompute: bool = False  # fused: the backward pass recomputes the logits, some columns at a time
 
 
 @dataclass
 class WideLayerSettings(LayerSettings):
-    """The same for a model whose one layer in question is a wide linear layer: ``kind`` is ``fused`` or ``torch``."""
+    """LayerSettings of a model whose only fused layer is a wide linear: ``kind`` is ``fused`` or ``torch``."""
 
     kind: str = checked(one_of("fused", "torch"))
     recompute: bool | int | str = checked(only_auto("there is no feed-forward block"), "auto")
-    split_k: int | str = "auto"  # of SplitKLinear: auto, or into how many ranges each product cuts what it sums over
+    split_k: int | str = "auto"  # of SplitKLinear: auto, or the number of splits of each product's reduction axis
 
 
 @dataclass
@@ -182,7 +182,7 @@ class OptimSettings:
 
 @dataclass
 class RunSettings:
-    """Length, size, place and device of one run."""
+    """Length, size, directory and device of one run."""
 
     directory: str = checked(FOLDER)
     overwrite: bool = False  # start over in a directory that already holds a run
@@ -195,9 +195,9 @@ class RunSettings:
     evaluate_every: int = MISSING  # a multiple of log_every
     evaluation_batches: int = checked(COUNT, 8)
     checkpoint_every: int = MISSING  # a multiple of log_every
-    compile: bool = False  # the training steps, with torch.compile; evaluation and the sample run as they are
+    compile: bool = False  # torch.compile for the training steps; evaluation and the sample run eagerly
     accelerator: str = checked(ACCELERATOR, "auto")
-    threads: int | None = checked(THREADS, None)  # of a CPU; null: as many as torch takes, one a core
+    threads: int | None = checked(THREADS, None)  # of a CPU; null: torch's default, one per core
     precision: str = checked(PRECISION, "auto")  # auto, or a precision of Lightning Fabric
 
 
@@ -212,15 +212,15 @@ class SampleSettings:
 
 @dataclass
 class SearchSettings:
-    """The vectors of the late interaction, and what it is shown."""
+    """The vectors of the late interaction, and its inputs."""
 
-    vocabulary: int = checked(COUNT, 8000)  # most words with a token of their own
+    vocabulary: int = checked(COUNT, 8000)  # the most words with a token of their own
     hash_buckets: int = checked(COUNT, 2000)  # tokens that all other words share
     query_words: int = checked(COUNT, 32)  # of a docstring; of the code the model reads model.context
     vector_size: int = checked(COUNT)  # channels of the vectors that are compared
-    sharpness: float = checked(ABOVE_ZERO, 20.0)  # what a score of 1 is worth as a logit, at first: it is learned
-    length_penalty: float = checked(FINITE, 0.06)  # of the score for e times more words of code, learned as well
-    word_dropout: float = checked(SHARE)  # share of the words that a training step does not see
+    sharpness: float = checked(ABOVE_ZERO, 20.0)  # the logit of a score of 1 at first: it is learned
+    length_penalty: float = checked(FINITE, 0.06)  # off the score for e times more words of code; learned, too
+    word_dropout: float = checked(SHARE)  # share of the words hidden in a training step
     shown: int = checked(COUNT, 5)  # queries whose ranking is shown at the end
 
 
@@ -239,7 +239,7 @@ class ClassifierSettings:
 
 @dataclass
 class LanguageModelSettings:
-    """Everything ``python -m train_examples.language_model`` can be told."""
+    """All settings of ``python -m train_examples.language_model``."""
 
     model: ModelSettings = field(default_factory=ModelSettings)
     data: DataSettings = field(default_factory=DataSettings)
@@ -254,7 +254,7 @@ class LanguageModelSettings:
 
 @dataclass
 class CodeSearchSettings:
-    """Everything ``python -m train_examples.code_search`` can be told."""
+    """All settings of ``python -m train_examples.code_search``."""
 
     model: ModelSettings = field(default_factory=ModelSettings)
     data: PairSettings = field(default_factory=PairSettings)
@@ -266,7 +266,7 @@ class CodeSearchSettings:
 
 @dataclass
 class PackageClassifierSettings:
-    """Everything ``python -m train_examples.package_classifier`` can be told."""
+    """All settings of ``python -m train_examples.package_classifier``."""
 
     classifier: ClassifierSettings = field(default_factory=ClassifierSettings)
     data: WindowSettings = field(default_factory=WindowSettings)
@@ -279,7 +279,7 @@ Settings = TypeVar("Settings", LanguageModelSettings, CodeSearchSettings, Packag
 
 
 def register_settings() -> None:
-    """Make the schemas known to Hydra under the names that the files in ``configs/`` start from."""
+    """Register the schemas with Hydra under the names that the files in ``configs/`` start from."""
     ConfigStore.instance().store(name="language_model_schema", node=LanguageModelSettings)
     ConfigStore.instance().store(name="code_search_schema", node=CodeSearchSettings)
     ConfigStore.instance().store(name="package_classifier_schema", node=PackageClassifierSettings)
@@ -289,14 +289,13 @@ def as_settings(config: DictConfig, schema: type[Settings]) -> Settings:
     """The composed configuration as dataclasses, checked.
 
     Raises:
-        SettingsError: a value is missing or cannot work, or a key was forced into the configuration with Hydra's ``+``
-            although no setting has that name.
+        SettingsError: a value is missing or invalid, or Hydra's ``+`` added a key that is not a setting.
     """
     try:
         plain = OmegaConf.to_container(config, resolve=True)
         settings = OmegaConf.to_object(OmegaConf.merge(schema, plain))
     except OmegaConfBaseException as error:
-        # Below its first line OmegaConf names the classes that it looked into.
+        # Later lines name the classes that OmegaConf searched.
         where = f"{error.full_key}: " if error.full_key else ""
         raise SettingsError(where + str(error).splitlines()[0]) from error
     assert isinstance(settings, schema)
@@ -305,10 +304,10 @@ def as_settings(config: DictConfig, schema: type[Settings]) -> Settings:
 
 
 def check(settings: LanguageModelSettings | CodeSearchSettings | PackageClassifierSettings) -> None:
-    """Every value by its own rule, and then those that depend on one another.
+    """Check every value by its own rule, then those that depend on one another.
 
     Raises:
-        SettingsError: names the first setting that cannot work.
+        SettingsError: names the first invalid setting.
     """
     for section in fields(settings):
         check_section(section.name, getattr(settings, section.name))
@@ -328,10 +327,10 @@ def check(settings: LanguageModelSettings | CodeSearchSettings | PackageClassifi
 
 
 def check_section(name: str, section: object) -> None:
-    """Every value of one section by its own rule, and what is left of the data for training.
+    """Check every value of one section by its own rule, and that some data is left for training.
 
     Raises:
-        SettingsError: names the first setting that cannot work.
+        SettingsError: names the first invalid setting.
     """
     for entry in fields(section):  # type: ignore[arg-type]
         value, rule = getattr(section, entry.name), entry.metadata.get("rule")
@@ -345,7 +344,7 @@ def check_section(name: str, section: object) -> None:
 
 
 def check_intervals(run: RunSettings) -> None:
-    """Rows are the rhythm of the loop: evaluation, checkpoints and an early stop fall on one of them."""
+    """Evaluation, checkpoints and an early stop must coincide with a row of the metrics."""
     for name in ("evaluate_every", "checkpoint_every", "stop_after"):
         value = getattr(run, name)
         if value is not None and (value < 1 or value % run.log_every):
@@ -353,7 +352,7 @@ def check_intervals(run: RunSettings) -> None:
 
 
 def check_model(model: ModelSettings) -> None:
-    """Heads that divide the model into an even number of channels, and an activation that exists."""
+    """Check that the heads divide the model into an even number of channels, and that the activation exists."""
     if model.d_model % (2 * model.heads):
         raise SettingsError(
             f"model.d_model is {model.d_model} and model.heads is {model.heads}; "
@@ -372,7 +371,7 @@ def check_model(model: ModelSettings) -> None:
 
 
 def check_head(vocabulary: VocabularySettings, loss: LossSettings) -> None:
-    """As many tokens as there are bytes where those are the tokens, and a loss that can do what it is told."""
+    """Check that a vocabulary of bytes has 256 tokens, and that the loss can do what is asked."""
     if vocabulary.kind == "bytes" and vocabulary.size != 256:
         raise SettingsError(f"vocabulary.size is {vocabulary.size}; expected 256 with vocabulary=bytes")
     if loss.kind == "torch" and loss.recompute:
@@ -380,7 +379,7 @@ def check_head(vocabulary: VocabularySettings, loss: LossSettings) -> None:
 
 
 def check_search(settings: CodeSearchSettings) -> None:
-    """Queries that the encoder can read, and pairs to tell each other from."""
+    """Check that queries fit into the encoder, and that a batch has more than one pair."""
     if settings.search.query_words > settings.model.context:
         raise SettingsError(
             f"search.query_words is {settings.search.query_words} and model.context is {settings.model.context}; "
@@ -393,7 +392,7 @@ def check_search(settings: CodeSearchSettings) -> None:
 
 
 def check_wide_layer(layers: WideLayerSettings) -> None:
-    """A split that the library knows."""
+    """Check that the library knows this split."""
     try:
         check_split_k(layers.split_k)
     except (TypeError, ValueError) as error:

@@ -1,4 +1,4 @@
-"""Windows of source text of the installed Python standard library, each with the package that it is from.
+"""Windows of source text of the installed Python standard library, each with its package.
 
 No module is in two parts, and every package has windows in all of them.
 """
@@ -14,15 +14,15 @@ from pathlib import Path
 from train_examples.data import position, standard_library_files
 from train_examples.settings import SettingsError, WindowSettings, check_section
 
-# The accuracy on fewer windows of a package is a matter of luck.
+# The accuracy on fewer windows of a package is mostly luck.
 LEAST_WINDOWS = 10
-# What the split draws lots with: the name of the example, so that it has a split of its own.
+# The salt of the split's hash: the name of the example, so that it has its own split.
 SPLIT = "package_classifier/"
 
 
 @dataclass(frozen=True)
 class Window:
-    """Some lines in a row of one module, blank ones left out."""
+    """Consecutive lines of one module, without blank ones."""
 
     name: str  # email/header.py:120, the number of its first line
     package: str
@@ -31,7 +31,7 @@ class Window:
 
 @dataclass(frozen=True)
 class Windows:
-    """The packages in the order of the alphabet, their windows in three lists, and one line about them."""
+    """The packages in alphabetical order, their windows in three lists, and one line about them."""
 
     packages: tuple[str, ...]
     training: list[Window]
@@ -75,8 +75,7 @@ def load_windows(settings: WindowSettings) -> Windows:
 
 
 def windows_of_modules(folder: Path, lines: int) -> Iterator[list[Window]]:
-    """For every module that lies in a package, its windows one after the other; a shorter rest at its end is left
-    out."""
+    """For every module inside a package its consecutive windows; a shorter rest at its end is dropped."""
     for path, source in standard_library_files(folder):
         if len(path.parts) == 1:
             continue
@@ -92,8 +91,8 @@ def windows_of_modules(folder: Path, lines: int) -> Iterator[list[Window]]:
 
 
 def distinct(modules: Iterator[list[Window]]) -> Iterator[list[Window]]:
-    """The modules without the windows that came up before, such as the text of a licence: none may be in two parts.
-    Modules that have nothing else are left out."""
+    """The modules without windows that occurred before, such as licences: none may be in two parts. Modules that have
+    no other are dropped."""
     seen: set[str] = set()
     for windows in modules:
         new: dict[str, Window] = {}
@@ -108,8 +107,8 @@ def distinct(modules: Iterator[list[Window]]) -> Iterator[list[Window]]:
 def split_modules(modules: Sequence[list[Window]], settings: WindowSettings) -> dict[str, list[Window]]:
     """The windows of one package in three parts, each module in one of them.
 
-    The names of the modules draw lots. In that order a module goes to the test part where it does not take it past its
-    share of the windows, else to validation in the same way, else to training, where the large modules are so.
+    A hash of their names shuffles the modules. In that order a module goes to the test part if that stays within its
+    share of the windows, else to validation by the same rule, else to training, which so gets the large modules.
     """
     total = sum(map(len, modules))
     shares = {"test": settings.test_fraction * total, "validation": settings.validation_fraction * total}
@@ -121,5 +120,5 @@ def split_modules(modules: Sequence[list[Window]], settings: WindowSettings) -> 
 
 
 def module_of(window: Window) -> str:
-    """``email/header.py`` of a window of that file."""
+    """``email/header.py`` for a window of that file."""
     return window.name.rsplit(":", 1)[0]

@@ -1,7 +1,7 @@
-"""The picture that explains split-K: how long the wide layer's forward product takes, by the number of ranges S.
+"""The picture that explains split-K: the time of the wide layer's forward product by the number of splits S.
 
-With S = 1 each output tile is one program that walks along the whole inner axis, and there are few of them; with a
-larger S more of the GPU reads at once, until the partial sums that have to be written and added cost more than that.
+With S = 1 each output tile is one program that loops over the whole reduction axis, and there are few tiles; with a
+larger S more SMs work at once, until writing and adding the partial sums costs more than that gains.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from fusedlayers import functional
 from train_examples import plots
 from train_examples.loop import environment
 
-# More ranges than this would each be shorter than a few tiles of the inner axis.
+# A split must not be shorter than this along the reduction axis: a few tiles.
 SHORTEST_RANGE = 256
-# Of one replay the median counts: launches, clocks and neighbours disturb some.
+# The median over replays counts: launches, clocks and neighbours disturb some.
 REPLAYS = 25
 REASON = (
     "time against the split factor S: not measured, because without a CUDA device every S computes with the same "
@@ -31,8 +31,8 @@ REASON = (
 
 
 def picture(rows: int, layer: nn.Linear, directory: Path) -> str:
-    """Time the product of ``rows`` inputs with the weight of ``layer`` for S = 1, 2, 4, ... on its GPU, write
-    ``split_factor.json`` and ``split_factor.png``; returns the result, or why there is none, in words."""
+    """Time the product of ``rows`` inputs with the weight of ``layer`` for S = 1, 2, 4, ... on its GPU, and write
+    ``split_factor.json`` and ``split_factor.png``; returns the result, or why there is none, as text."""
     device = layer.weight.device
     if device.type != "cuda":
         return REASON
@@ -57,9 +57,9 @@ def picture(rows: int, layer: nn.Linear, directory: Path) -> str:
 
 
 def measure(rows: int, outputs: int, inner: int, dtype: torch.dtype, device: torch.device) -> dict[str, float]:
-    """Seconds of one product by torch, with ``split_k="auto"``, and by S, from replayed CUDA graphs.
+    """Seconds of one product by torch, with ``split_k="auto"``, and for each S, from replayed CUDA graphs.
 
-    Every graph holds calls on different operands, which together are four times larger than the L2 cache, so that each
+    Every graph holds calls on different operands, together at least four times as large as the L2 cache, so that each
     call reads its operands from memory. The graphs take turns.
     """
     size = (rows + outputs) * inner * dtype.itemsize
@@ -93,8 +93,8 @@ def measure(rows: int, outputs: int, inner: int, dtype: torch.dtype, device: tor
 def captured(
     product: Callable[..., torch.Tensor], operands: list[tuple[torch.Tensor, torch.Tensor]]
 ) -> torch.cuda.CUDAGraph:
-    """A graph with one call per pair of operands."""
-    # Once outside, where the kernel is compiled: a capture cannot do that.
+    """A CUDA graph with one call per pair of operands."""
+    # Once outside of the capture, which cannot compile the kernel.
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):

@@ -1,7 +1,7 @@
 """The tokens of the language model: bytes, or byte pairs (Sennrich et al. 2016) learned from the training text.
 
-Byte pairs start from the 256 bytes, so that every text can be written in them. They are learned and applied with the
-library ``tokenizers``; the same text gives the same tokens in every process.
+Byte pairs start from the 256 bytes, so that every text can be encoded. They are learned and applied by the library
+``tokenizers``; the same text gives the same tokens in every process.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from fusedlayers.folders import check_folder
 from train_examples.data import Text
 from train_examples.settings import SettingsError, VocabularySettings
 
-# In front of the last of some line breaks a token ends, whatever was learned, if no white space follows it: a text that
-# is cut there has the same tokens.
+# A token always ends before the last of some line breaks, if no white space follows it: cutting the text there does not
+# change its tokens.
 CUTS = re.compile(r"(?=\n\S)")
 
 
 @dataclass(frozen=True)
 class Tokens:
-    """How many tokens there are, what one is called, and the way from text to tokens and back.
+    """The number of tokens, the word for one, and the functions from text to tokens and back.
 
-    ``digest`` tells vocabularies of the same size apart that were learned from different texts.
+    ``digest`` distinguishes vocabularies of one size that were learned from different texts.
     """
 
     size: int
@@ -45,7 +45,7 @@ BYTES = Tokens(256, "byte", lambda text: list(text.encode()), lambda tokens: byt
 
 
 def tokenized(text: Text, settings: VocabularySettings, sequence: int) -> tuple[Text, Tokens]:
-    """``text`` in the tokens that ``settings`` ask for, at least ``sequence`` of them in each part, and these tokens.
+    """``text`` in the tokens of ``settings``, at least ``sequence`` of them in each part, and the vocabulary.
 
     Raises:
         SettingsError: there are fewer, the text is not UTF-8, or the cache cannot be written.
@@ -76,20 +76,21 @@ def tokenized(text: Text, settings: VocabularySettings, sequence: int) -> tuple[
 
 
 def learn(pieces: list[str], size: int) -> Tokenizer:
-    """The byte pairs that are most frequent in the pieces of a text, up to ``size`` tokens with the bytes."""
+    """A tokenizer with the most frequent byte pairs in the pieces of a text, up to ``size`` tokens including the
+    bytes."""
     tokenizer = Tokenizer(models.BPE())
-    # As GPT-2: a token is part of a word with the blank in front of it, of a number, of signs, or of white space.
+    # As in GPT-2: a token is part of a word with a leading space, of a number, of signs, or of white space.
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    # A pair that occurs once teaches nothing.
+    # A pair that occurs only once is useless.
     trainer = trainers.BpeTrainer(vocab_size=size, min_frequency=2, initial_alphabet=alphabet, show_progress=False)
     tokenizer.train_from_iterator(pieces, trainer)
     return tokenizer
 
 
 def _cached(text: Text, settings: VocabularySettings) -> tuple[Tokenizer, dict[str, Tensor]]:
-    """The tokenizer of a text and both parts of it in tokens (int32), from the cache or, the first time, into it."""
+    """The tokenizer of a text and both parts of it as tokens (int32), cached in a file."""
     parts = {"training": text.training, "validation": text.validation}
     contents = {name: bytes(part.numpy()) for name, part in parts.items()}
     digest = sha256(b"".join(sha256(content).digest() for content in contents.values())).hexdigest()[:16]
@@ -109,7 +110,7 @@ def _cached(text: Text, settings: VocabularySettings) -> tuple[Tokenizer, dict[s
         for name, part in pieces.items()
     }
     file.parent.mkdir(parents=True, exist_ok=True)
-    # Several processes may learn the same at the same time; none reads half a file.
+    # Several processes may write the same file; none may read half of it.
     unfinished = file.with_suffix(f".{os.getpid()}")
     torch.save({"tokenizer": tokenizer.to_str(), **parts}, unfinished)
     unfinished.replace(file)
@@ -117,7 +118,7 @@ def _cached(text: Text, settings: VocabularySettings) -> tuple[Tokenizer, dict[s
 
 
 def _decoded(content: bytes) -> str:
-    """What is UTF-8, but for a letter at either end that was cut when a file was split by its size."""
+    """The UTF-8 text, without a character at either end that was cut when a file was split by size."""
     whole = content.lstrip(bytes(range(0x80, 0xC0)))
     try:
         return getincrementaldecoder("utf-8")().decode(whole)

@@ -1,7 +1,7 @@
 """The Transformer block that the examples share: pre-norm (Xiong et al. 2020), rotary positions (Su et al. 2021).
 
-The only thing that ``layers=fused``, ``layers=torch`` and ``layers=replaced`` change is who computes the feed-forward
-blocks: parameters, their first values, the batches and the checkpoint stay the same.
+``layers=fused``, ``layers=torch`` and ``layers=replaced`` change only who computes the feed-forward blocks: parameters,
+their initial values, batches and checkpoints stay the same.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from train_examples.settings import LayerSettings, ModelSettings
 class FeedForward(nn.Module):
     """The feed-forward block in plain torch: ``down(act(up(x)))``, gated ``down(act(gate(x)) * up(x))``.
 
-    ``x [*B, M, d_model]`` to the same shape. Children, their order and their first values are those of
+    ``x [*B, M, d_model]`` to the same shape. Children, their order and initial values are those of
     :class:`fusedlayers.FusedFFN`, so the same seed gives the same weights and checkpoints fit both.
     """
 
@@ -43,7 +43,7 @@ class FeedForward(nn.Module):
         return self.down_proj(self.dropout(hidden))
 
 
-# What layers=replaced tells fusedlayers about the class above; a user writes the same for a class of theirs.
+# The rule of layers=replaced for the class above; users write the same for their classes.
 FEED_FORWARD_RULE = FFNRule(
     FeedForward, up="up_proj", down="down_proj", activation="activate", gate="gate_proj", dropout="dropout"
 )
@@ -52,7 +52,7 @@ FEED_FORWARD_RULE = FFNRule(
 class Attention(nn.Module):
     """Self-attention over ``x [B, M, d_model]`` with rotary positions, causal or in both directions.
 
-    ``attended [B, M]`` (boolean, for both directions only) is False where a token is padding that none may look at.
+    ``attended [B, M]`` (boolean, only without ``causal``) is False for padding, which no token attends to.
     """
 
     def __init__(self, d_model: int, heads: int, causal: bool) -> None:
@@ -64,7 +64,7 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, cosine: Tensor, sine: Tensor, attended: Tensor | None = None) -> Tensor:
         projected = self.qkv_proj(x).unflatten(-1, (3, self.heads, -1))
-        # Queries and keys are turned together. Taken apart so, the gradients of the three come together in one copy.
+        # Queries and keys are rotated together. Split this way, the gradients of all three are joined in one copy.
         turned, value = projected.split((2, 1), dim=-3)
         query, key = rotate(turned, cosine, sine).unbind(-3)
         mask = None if attended is None else attended[:, None, None, :]
@@ -81,8 +81,8 @@ def rotary_tables(length: int, channels: int) -> tuple[Tensor, Tensor]:
 
 
 def rotate(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
-    """Turn each pair of channels of ``x [B, M, *, heads, channels]`` by its position's angle, so that a product of two
-    turned vectors depends on their distance alone. It computes in the dtype of x."""
+    """Rotate each pair of channels of ``x [B, M, *, heads, channels]`` by its position's angle, so that the dot product
+    of two rotated vectors depends only on their distance. Computes in the dtype of x."""
     cosine, sine = (table[:, None, None].to(x.dtype) for table in (cosine, sine))
     first, second = x.chunk(2, dim=-1)
     real = torch.addcmul(first * cosine, second, sine, value=-1)
@@ -91,7 +91,7 @@ def rotate(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
 
 
 class Block(nn.Module):
-    """Attention, then the feed-forward block, each behind a norm and added to what came in."""
+    """Attention, then the feed-forward block, each with a pre-norm and a residual connection."""
 
     def __init__(self, settings: ModelSettings, feed_forward: nn.Module, causal: bool) -> None:
         super().__init__()
@@ -106,9 +106,9 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """Embedding, blocks and a last norm: tokens ``[B, M]`` (int64, M up to ``context``) to ``[B, M, d_model]``.
+    """Embedding, blocks and a final norm: tokens ``[B, M]`` (int64, M up to ``context``) to ``[B, M, d_model]``.
 
-    An example derives from it and adds what it makes of those vectors.
+    Examples derive from it and add their heads.
     """
 
     cosine: Tensor
@@ -129,7 +129,7 @@ class Transformer(nn.Module):
         self._scale_initial_weights(settings.layers, embedding_scale)
 
     def _scale_initial_weights(self, layers: int, embedding_scale: float) -> None:
-        # nn.Linear's own draws already shrink with the width; what adds up over depth is the sum of all the branches.
+        # nn.Linear's initialisation already shrinks with the width; scale the branches, whose sum grows with depth.
         with torch.no_grad():
             self.embedding.weight.mul_(embedding_scale)
             for name, parameter in self.named_parameters():
@@ -137,7 +137,7 @@ class Transformer(nn.Module):
                     parameter.mul_(1 / math.sqrt(2 * layers))
 
     def features(self, tokens: Tensor, attended: Tensor | None = None, added: Tensor | None = None) -> Tensor:
-        """The vector ``[B, M, d_model]`` of every token, given the others that it may look at; ``added [d_model]`` is
+        """The vector ``[B, M, d_model]`` of every token, given those that it may attend to; ``added [d_model]`` is
         added to every embedding."""
         cosine, sine = self.cosine[: tokens.shape[1]], self.sine[: tokens.shape[1]]
         x = self.embedding(tokens)
@@ -149,7 +149,7 @@ class Transformer(nn.Module):
 
 
 def feed_forward(model: ModelSettings, layers: LayerSettings) -> nn.Module:
-    """The feed-forward block of one layer, of the kind that ``layers.kind`` names, or the mixture of experts."""
+    """The feed-forward block of one layer, of the kind ``layers.kind``, or the mixture of experts."""
     if model.experts:
         sizes = (model.d_model, model.d_ff, model.experts, model.experts_per_token, model.activation, model.gated)
         if layers.kind == "fused":
@@ -163,13 +163,13 @@ def feed_forward(model: ModelSettings, layers: LayerSettings) -> nn.Module:
 
 
 def replace_if_asked(model: nn.Module, layers: LayerSettings) -> None:
-    """With ``layers=replaced``, hand a model that was built of torch layers to ``fusedlayers.replace``."""
+    """With ``layers=replaced``, pass a model of torch layers to ``fusedlayers.replace``."""
     if layers.kind == "replaced":
-        # A model of experts has no block of the class, and the report would list the rule as one without use.
+        # A model with experts has no block of this class, and the report would list the rule as unused.
         rules = [FEED_FORWARD_RULE] if any(type(module) is FeedForward for module in model.modules()) else []
         print(fusedlayers.replace(model, rules=rules, recompute=recompute(layers)))
 
 
 def recompute(layers: LayerSettings) -> Literal["auto"] | bool | int:
-    """``layers.recompute``, which :mod:`train_examples.settings` has checked, as the library's types know it."""
+    """``layers.recompute``, checked by :mod:`train_examples.settings`, in the library's type."""
     return cast("Literal['auto'] | bool | int", layers.recompute)

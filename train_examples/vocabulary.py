@@ -1,4 +1,4 @@
-"""Words as numbers: the frequent ones of the training texts have their own, all others share hashed ones."""
+"""Words as token ids: frequent words of the training texts have their own, all others share hashed ones."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ PADDING = 0
 
 
 class Vocabulary:
-    """Token 0 is padding, the next ``buckets`` are hashes, and then come the words, the most frequent one first.
+    """Token 0 is padding, the next ``buckets`` are hashes, and then come the words, the most frequent first.
 
-    A word that training never saw still gets the same token in a query and in the code, and so can be found by it.
-    ``texts`` are the training texts; a word has to be in two of them, or its own token would be learned from one.
+    A word that training never saw still has the same token in a query and in code, so that it can be found. ``texts``
+    are the training texts; a word must be in two of them, or its token would be learned from one.
     """
 
     def __init__(self, texts: Iterable[Sequence[str]], size: int, buckets: int) -> None:
         document_frequency = Counter(word for text in texts for word in set(text))
-        # By frequency, then by the letters: a Counter's own order depends on the hash seed of the process.
+        # By frequency, then alphabetically: a Counter's order depends on the process's hash seed.
         ordered = sorted(document_frequency.items(), key=lambda item: (-item[1], item[0]))
         kept = [word for word, frequency in ordered if frequency >= 2][:size]
         self.buckets = buckets
@@ -31,7 +31,7 @@ class Vocabulary:
         return 1 + self.buckets + len(self.tokens)
 
     def token(self, word: str) -> int:
-        """The number of a word, by its hash if it is not in the vocabulary; the same in every process."""
+        """The token of a word, by its hash if it is not in the vocabulary; the same in every process."""
         return self.tokens.get(word, 1 + crc32(word.encode()) % self.buckets)
 
     def encode(self, texts: Sequence[Sequence[str]], length: int) -> Tensor:

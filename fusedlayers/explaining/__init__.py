@@ -1,4 +1,4 @@
-"""A plan in words: which path runs, what it costs, what it keeps, and why the other paths were rejected."""
+"""Explains a plan: which path runs, what it costs, what it saves, and why the other paths were rejected."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, cast, overload
@@ -55,32 +55,31 @@ def explain(
             :class:`LinearCrossEntropyLoss`, a module that :func:`replace` has fused, a function of ``functional``, or
             a model that holds such modules.
         inputs: the tensors of the call, on any device (``meta`` needs no memory); ``requires_grad`` of inputs and
-            parameters, the grad mode, and autocast of the tensors' own device count. Of a model's inputs only the first
-            tensor is looked at, and only for its number of tokens M: all leading dims ``[*B, M]`` of a floating point
-            one ``[*B, M, K]``, every element of one of integers, such as token ids. Nothing runs, so every block is
-            explained with M tokens of its own width, in the dtype of its weights or of autocast; its input wants a
-            gradient if any parameter of the model does.
-        on: the name of a GPU, "H100" or "H200": the plan is made as if the tensors lay there, and Triton were
-            installed, by what is known of such a GPU before anybody calibrates one. None, the default, is the device
-            of the tensors as it is.
+            parameters, the grad mode, and autocast for the tensors' device count. Of a model's inputs only the first
+            tensor is used, and only for its number of tokens M: all leading dims ``[*B, M]`` of a floating-point ``[*B,
+            M, K]``, or every element of an integer tensor, such as token ids. Nothing runs, so every block is explained
+            with M tokens of its own width, in the dtype of its weights or of autocast; its input requires a gradient if
+            any parameter of the model does.
+        on: the name of a GPU, "H100" or "H200": plan as if the tensors were on it and Triton were installed, with what
+            is known of such a GPU without a calibration. None, the default, is the tensors' own device.
         details: return the whole text, as a string.
         options: the keyword arguments of the call.
 
     Returns:
         An :class:`Explanation` with ``path``, ``seconds``, ``saved_bytes`` and ``reason``, which prints as five lines:
-        what runs and why; sizes and device; the MiB kept for the backward pass, and torch's; what ``recompute=True``
-        would keep and cost, of operations that have it; and what other GPUs would do. Of a model a
-        :class:`ModelExplanation`, which prints one line for each block; norms, which are torch's, and a
-        :class:`MaxSim`, whose documents are no tokens of the input, have none.
+        what runs and why; sizes and device; the MiB saved for the backward pass, and torch's; what ``recompute=True``
+        would save and cost, if the operation has it; and what other GPUs would do. For a model a
+        :class:`ModelExplanation`, which prints one line per block; norms, which are torch's, and :class:`MaxSim`, whose
+        documents are not tokens of the input, have none.
 
         With ``details`` a string: one sentence that says what runs and what that gains, or why torch runs; the formula
         of the call; and lines naming path, reason, tiles, splits, GEMM units, FLOPs, bytes, saved bytes, temporary
-        memory ("workspace"), the least time ("floor") where the device's peak rates are known, for an FFN in training
-        what each choice of saving or recomputing costs, and each rejected path with its reason.
+        memory ("workspace"), the least time ("floor") if the device's peak rates are known, for an FFN in training the
+        cost of each choice of saving or recomputing, and each rejected path with its reason.
 
     Raises:
         TypeError: ``target`` is none of these, or a model was given no tensor.
-        ValueError: ``on`` is no name of a known GPU.
+        ValueError: ``on`` is not the name of a known GPU.
     """
     facts = None if on is None else card(on)
     if is_model(target):
@@ -97,7 +96,7 @@ def explain(
         adapted = "up_scale" in options
         operation = operation_of(getattr(target, "function", functional.lora_ffn if adapted else functional.ffn))
     else:
-        # A MaxSim is nothing but its function.
+        # A MaxSim has no weights: only its function.
         operation = operation_of(getattr(target, "function", target))
     if operation is None:
         known = (
@@ -119,12 +118,12 @@ def _call(
     device: torch.device,
     facts: Device | None,
 ) -> Explanation:
-    """The explanation of a checked call whose tensors lie on ``device``, or on a GPU with these ``facts``."""
+    """The explanation of a checked call whose tensors are on ``device``, or on a GPU with these ``facts``."""
     problem = operation.problem(tensors, options)
     if facts is not None:
         plan = plan_on_card(problem_on(problem, facts), facts)
     else:
-        # After an unknown release of Triton was tested, the device is described anew.
+        # Described anew, because dispatch may have tested an unknown release of Triton.
         plan = dispatch(problem_on(problem, describe(device)), device)
         facts = describe(device)
     return explanation_of(operation, plan, facts, tensors, options)
@@ -144,14 +143,14 @@ def _model(model: nn.Module, inputs: Sequence[Any], options: dict[str, Any], fac
         else:
             given = found.operation.check(found.tensors, found.options)
             explained = _call(found.operation, found.tensors, given, found.device, facts)
-        # The class of a model whose loss goes without logits keeps its name.
+        # The class of a model with a fused loss keeps its name.
         name = FusedLossHead.__name__ if isinstance(module, FusedLossHead) else type(module).__name__
         blocks.append(BlockExplanation(path, name, explained))
     return ModelExplanation(type(model).__name__, tokens, tuple(blocks))
 
 
 def _not_fused(module: nn.Module, reason: str) -> Explanation:
-    """Of a module whose own forward runs, or whose children are called."""
+    """The explanation of a module that runs its own forward, or calls its children."""
     instead = "calls its children instead of fusing them"
     if isinstance(module, (nn.Linear, FusedLossHead)):
         instead = "runs the forward of nn.Linear" if isinstance(module, nn.Linear) else "computes its logits"

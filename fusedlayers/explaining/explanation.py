@@ -1,4 +1,4 @@
-"""What `explain` returns: the explanation of one call, and that of a model, which is one line for each block."""
+"""What `explain` returns: the explanation of one call, or of a model with one line per block."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ class Explanation:
     """What one call would do; it prints as its ``lines``.
 
     ``path`` is the plan's: "torch", or how this library runs the call ("fused", "epilogue", "chunked" ...). ``reason``
-    says why. ``saved_bytes`` are kept for the backward pass, and ``saved_by_torch`` is what torch's own operations
-    would keep; None where the module's own forward runs, of which nothing is planned.
+    says why. ``saved_bytes`` are saved for the backward pass, and ``saved_by_torch`` are what torch's own operations
+    would save; None if the module's own forward runs, for which nothing is planned.
 
-    ``seconds`` is a lower bound: the larger of the path's FLOPs over the GPU's measured peak rate in 16 bits, and the
-    least bytes that it moves over the measured peak of memory, forward and backward. Launches and all that keeps a
-    kernel from these rates come on top. None where no peak rates are on record, and in float32 and float64.
+    ``seconds`` is a lower bound: the larger of the path's FLOPs divided by the GPU's measured peak rate in 16 bits, and
+    the least bytes that it moves divided by the measured peak memory bandwidth, forward and backward. Launches and
+    kernel inefficiency come on top. None if no peak rates are on record, and in float32 and float64.
 
     ``details`` is the long text that ``explain(..., details=True)`` returns.
     """
@@ -58,7 +58,7 @@ class BlockExplanation:
 
 @dataclass(frozen=True, repr=False)
 class ModelExplanation:
-    """What the fused blocks of a model would do with so many ``tokens``; prints one line for each block."""
+    """What the fused blocks of a model would do with this number of ``tokens``; prints one line per block."""
 
     module: str
     tokens: int
@@ -124,7 +124,8 @@ def explanation_of(
 
 
 def problem_on(problem: Any, facts: Device) -> Any:
-    """The problem of tensors that lie elsewhere, for a device with these facts: on a GPU float32 may run in TF32."""
+    """The problem of tensors that are on another device, for a device with these facts: on a GPU float32 may run in
+    TF32."""
     if facts.kind != "cuda" or problem.dtype != "float32":
         return problem
     return replace(problem, input_precision=input_precision(torch.device("cuda"), torch.float32))
@@ -133,7 +134,7 @@ def problem_on(problem: Any, facts: Device) -> Any:
 def _recomputed(
     operation: Operation, plan: Decision, facts: Device, tensors: Sequence[Tensor | None], options: tuple[Any, ...]
 ) -> list[tuple[str, str]]:
-    """What ``recompute=True`` would keep and cost; where it is set, what the default would."""
+    """What ``recompute=True`` would save and cost; if it is set, what the default would."""
     if "recompute" not in operation.option_names:
         return []
     place = operation.option_names.index("recompute")
@@ -167,16 +168,16 @@ def _elsewhere(plan: Decision, facts: Device) -> str:
 
 
 def _in_short(explained: Explanation) -> str:
-    """One line of a block: what runs, and what is kept."""
+    """One line of a block: what runs, and what is saved."""
     summary = explained.lines[0]
     kept = _kept(explained.saved_bytes, explained.saved_by_torch)
-    # What a path gains is the bytes, mostly, which follow.
+    # A path mostly gains bytes, which follow anyway.
     runs = summary.partition(":")[0] if kept and explained.path != "torch" else summary
     return f"{runs.removesuffix('.')}{kept and f'; keeps {kept}'}"
 
 
 def _kept(ours: int | None, theirs: int | None) -> str:
-    """Nothing where nothing is kept, or where that is not known."""
+    """Empty if nothing is saved, or if that is not known."""
     return f"{_mib(ours)}, torch {_mib(theirs)}" if ours or theirs else ""
 
 
@@ -207,7 +208,7 @@ def _details(
 
 
 def _copies(operation: Operation, plan: Decision, tensors: Sequence[Tensor | None]) -> list[tuple[str, str]]:
-    """The operands that a kernel cannot reach through strides alone."""
+    """The operands that a kernel cannot address by strides alone."""
     texts = []
     for name, tensor in zip(operation.tensor_names, tensors, strict=True) if plan.path != "torch" else ():
         if tensor is None or name not in operation.row_operands:

@@ -1,4 +1,4 @@
-"""The calls that a model's fused blocks would make, of tensors without memory: how many tokens there are is known."""
+"""The calls that a model's fused blocks would make for a given number of tokens, on tensors without memory."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _BLOCKS = (FusedBlock, FusedExperts, FusedFFN, FusedLossHead, FusedMoE, LinearCr
 
 
 class BlockCall(NamedTuple):
-    """A call of an operation, unchecked; ``device`` is where the block's parameters lie."""
+    """An unchecked call of an operation; ``device`` is that of the block's parameters."""
 
     operation: Operation
     tensors: tuple[Any, ...]
@@ -35,7 +35,7 @@ def is_model(target: object) -> bool:
         return False
     others = any(isinstance(module, _BLOCKS) for module in target.modules() if module is not target)
     if isinstance(target, FusedSequentialFFN):
-        # The input of an nn.Sequential is that of its FFN only where this comes first, and alone.
+        # The input of an nn.Sequential is that of its FFN only if the FFN comes first and is the only one.
         starts = [linears.partition("..")[0] for linears in target.find_ffn_pieces(target)]
         return others or starts != list(target._modules)[:1]
     return isinstance(target, FusedLossHead) or (others and not isinstance(target, _BLOCKS))
@@ -44,9 +44,9 @@ def is_model(target: object) -> bool:
 def calls_of_model(
     model: nn.Module, tokens: int, wants_gradient: bool
 ) -> Iterator[tuple[str, nn.Module, BlockCall | str]]:
-    """(path, block, the call it makes for so many tokens, or why its own forward runs) of every block.
+    """(path, block, its call for this number of tokens, or why its own forward runs) of every block.
 
-    The part of a block that holds several FFNs is named behind its path.
+    If a block holds several FFNs, the path is followed by the name of the part.
     """
     for path, module in model.named_modules():
         if isinstance(module, _BLOCKS):
@@ -56,16 +56,16 @@ def calls_of_model(
 
 
 class _Calls:
-    """The calls of one block, with inputs of its own widths."""
+    """The calls of one block, with inputs of its own width."""
 
     def __init__(self, module: nn.Module, tokens: int, wants_gradient: bool) -> None:
         self.module, self.tokens, self.wants_gradient = module, tokens, wants_gradient
 
     def found(self) -> dict[str, BlockCall | str]:
-        """By the name of the part that makes the call."""
+        """The calls, by the name of the part that makes them."""
         module: Any = self.module
         if isinstance(module, FusedBlock):
-            # An FFN has a reason of its own not to be fused, or one that all of the block have.
+            # An FFN has its own reason not to be fused, or one that applies to the whole block.
             reason = module.why_called()
             parts = module.find_ffn_pieces(module)
             return {
@@ -90,7 +90,7 @@ class _Calls:
         return {"": self.call(function, arguments)}
 
     def x(self, width: int, holder: nn.Module) -> Tensor:
-        """An input for the weights that ``holder`` has, in the dtype that its products have."""
+        """An input for the weights of ``holder``, in the dtype of its products."""
         weight = next(each for each in holder.parameters() if each.is_floating_point())
         return self.input(width, weight)
 
@@ -113,7 +113,7 @@ class _Calls:
     def of_experts(self) -> tuple[Tensor, Tensor, Tensor]:
         module: Any = self.module
         width, chosen, weight = routing_of_experts(module, module.fused_ffn)
-        # Where the configuration does not say so, one expert for each token.
+        # If the configuration does not say, one expert per token.
         chosen = chosen or 1
         return self.input(width, weight), self.targets(chosen), self.input(chosen, weight)
 
@@ -135,9 +135,10 @@ class _Calls:
 
 
 def _without_memory(tensor: Tensor | None, cast: torch.dtype | None, moved: dict[int, Tensor]) -> Tensor | None:
-    """The same on the meta device, where the inputs are, and as autocast would ``cast`` it, which does nothing there.
+    """The same tensor on the meta device, where the inputs are, cast to ``cast`` as autocast would, which does nothing
+    there.
 
-    The same tensor is the same one there, too.
+    One tensor passed twice stays one tensor.
     """
     if tensor is None or type(tensor) not in (Tensor, nn.Parameter) or tensor.layout is not torch.strided:
         return tensor

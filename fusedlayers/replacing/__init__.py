@@ -1,13 +1,14 @@
-"""`replace` and `restore`: FFNs, experts, losses and norms run fused, and everything else stays.
+"""`replace` and `restore`: run FFNs, experts, losses and norms fused; leave everything else as it is.
 
-A replaced block is the same module object with another class: a subclass of its own, whose forward hands the weights of
-plain children to ``functional.ffn`` and otherwise runs the original forward. So parameters, names, hooks, buffers, tied
-weights, the training flag and references held elsewhere stay by construction, nothing is remembered beside the class,
-and ``restore`` sets the class back. ``torch.nn.utils.parametrize`` and FSDP2 change classes the same way. No class of
-torch or of the user is edited. Whether the children are plain is asked at every call: LoRA or a hook may arrive later.
+A replaced block is the same module object with another class: a generated subclass of its own class. Its forward hands
+the weights of plain children to ``functional.ffn``, and otherwise runs the original forward. So parameters, names,
+hooks, buffers, tied weights, the training flag and references held elsewhere stay by construction, all state is on the
+class, and ``restore`` sets the old class back. ``torch.nn.utils.parametrize`` and FSDP2 change classes the same way. No
+class of torch or of the user is edited. Whether the children are plain is checked at every call: LoRA or a hook may be
+added later.
 
-Checkpoints do not notice any of this. A pickled module names the new class, so loading it needs this library; and
-``torch.jit.script`` wants the original: restore before either where that matters.
+Checkpoints are unaffected. A pickled module names the new class, so loading it needs this library, and
+``torch.jit.script`` needs the original class: call restore before either where that matters.
 """
 
 from __future__ import annotations
@@ -68,21 +69,21 @@ _ALREADY = "already fused"
 
 
 class _Found:
-    """What `replace` finds on its way: the entries of its report, and the classes to give to modules."""
+    """What `replace` has collected so far: the entries of its report, and the new class of each module."""
 
     def __init__(self, on: Device | None) -> None:
-        self.on = on  # the GPU that the report speaks of, None for the model's own device
+        self.on = on  # the GPU that the report is for; None: the model's own device
         self.replaced: list[Entry] = []
         self.skipped: list[Entry] = []
         self.changes: dict[nn.Module, type[ReplacedModule]] = {}
 
     def change(self, path: str, module: nn.Module, fused: type[ReplacedModule], *facts: Any, became: str = "") -> None:
-        """The module gets the class ``fused``; ``facts`` are an entry's from its reason on."""
+        """Give the module the class ``fused``; ``facts`` are the fields of its `Entry` from ``reason`` on."""
         self.replaced.append(Entry(path, type(module).__name__, became or fused.__name__, *facts))
         self.changes[module] = fused
 
     def skip(self, path: str, module: nn.Module, reason: str, *, is_ffn_left: bool = False) -> None:
-        """The module stays as it is."""
+        """Leave the module as it is."""
         self.skipped.append(Entry(path, type(module).__name__, None, reason, is_ffn_left=is_ffn_left))
 
 
@@ -97,47 +98,50 @@ def replace(
     dry_run: bool = False,
     on: str | None = None,
 ) -> Report:
-    """Let the FFN blocks of ``model`` run through ``functional.ffn``, experts through ``functional.moe_ffn``, norms
-    through torch's fused ones, and the loss of a language model through ``functional.linear_cross_entropy``, in place;
+    """Run the FFN blocks of ``model`` through ``functional.ffn``, experts through ``functional.moe_ffn``, norms through
+    torch's fused ones, and the loss of a language model through ``functional.linear_cross_entropy``, in place;
     ``restore`` undoes it exactly.
 
     Blocks are: every ``Linear, activation, [Dropout,] Linear`` in a row in an ``nn.Sequential`` (from the left, where
     two overlap); the feed-forward half of ``nn.TransformerEncoderLayer`` and ``nn.TransformerDecoderLayer``; instances
-    of the classes named in ``rules``; and every other module whose source says an FFN, in its forward or in a part of a
-    method: the source is read as a formula, which has to be that of an FFN for every input. Nothing is run for that.
-    Only plain children count, and those that peft wraps with adapters, which run through ``functional.lora_ffn``.
-    Dropout follows the block's own modules at every call, but the mask of the hidden is not the one that ``nn.Dropout``
-    would draw. A call with more than one tensor, with a tensor that is not plain, or
-    after a child ceased to be plain runs the original forward.
-    Experts are the modules with the interface of transformers' experts, whose forward is read in the same way.
-    Norms are the modules whose source says an RMSNorm or a LayerNorm in several operations, for every input: they run
-    torch's fused one, which computes in float32 and rounds once.
-    The loss is that of transformers' causal models, whose forward calls its last linear layer and then
-    ``self.loss_function``: called with labels, it makes no logits, unless somebody reads them from its result.
-    A block that sits in the tree twice is replaced once; a second `replace` finds nothing new. Replace first, then
-    ``torch.compile`` or shard (``fully_shard`` changes classes itself, and replaced blocks work inside it). What knows
-    layers by the name of their class must be told the new one, ``Fused`` and the old name.
+    of the classes named in ``rules``; and every other module whose forward, or part of a method, computes an FFN
+    according to its source: the source is read as a formula, which must be that of an FFN for every input. No code of
+    the model is run for that. Only plain children are fused, and those that peft wraps with adapters, which run through
+    ``functional.lora_ffn``. Dropout follows the block's own modules at every call, but the mask of the hidden is not
+    the one that ``nn.Dropout`` would draw. A call with more than one tensor, with a tensor that is not plain, or after
+    a child has ceased to be plain runs the original forward.
+
+    Experts are the modules with the interface of transformers' experts; their forward is read in the same way. Norms
+    are the modules that compute an RMSNorm or a LayerNorm in several operations, for every input: they run torch's
+    fused one, which computes in float32 and rounds once. The loss is that of transformers' causal models, whose forward
+    calls its last linear layer and then ``self.loss_function``: called with labels, the model computes no logits unless
+    somebody reads them from its result.
+
+    A block that is in the tree twice is replaced once; a second `replace` finds nothing new. Replace first, then
+    ``torch.compile`` or shard (``fully_shard`` changes classes itself, and replaced blocks work inside it). Code that
+    selects layers by class name must be given the new name, ``Fused`` plus the old one.
 
     Args:
         model: any module; it may be a block itself.
-        rules: what the classes of other blocks compute, held against their source unless a rule is ``trusted``; and
-            which linears outside of FFNs become :class:`SplitKLinear` (none without a rule).
+        rules: what other classes compute, checked against their source unless a rule is ``trusted``; and which linears
+            outside of FFNs become :class:`SplitKLinear` (none without a rule).
         recompute: as in ``functional.ffn``, for every block: True never allocates a hidden, forward or backward.
-        loss: whether to take the loss of a language model, too.
-        norm: whether to take norms, too. Results change by a rounding, as an FFN's do.
-        strict: raise where an FFN, or what looks like one, would stay as it is; and where nothing in the model is
-            fused, instead of warning. Nothing is changed then.
+        loss: whether to replace the loss of a language model, too.
+        norm: whether to replace norms, too. Results change by a rounding, as an FFN's do.
+        strict: raise if an FFN, or a module that looks like one, would stay as it is, or if nothing in the model is
+            fused (instead of warning). Nothing is changed then.
         dry_run: report and change nothing.
-        on: with ``dry_run`` the name of a GPU, "H100" or "H200": paths and bytes of the report are those of that GPU,
-            wherever the model lies (``meta`` needs no memory). None, the default, is the device of the model.
+        on: with ``dry_run`` the name of a GPU, "H100" or "H200": the report gives paths and bytes for that GPU,
+            wherever the model is (``meta`` needs no memory). None, the default, is the device of the model.
 
     Returns:
         What was replaced, and what was skipped and why; also logged once at INFO.
 
     Raises:
-        TypeError: ``model`` is no module, ``rules`` is no tuple or list of rules, or ``loss`` or ``norm`` is no bool.
+        TypeError: ``model`` is not a module, ``rules`` is not a tuple or list of rules, or ``loss`` or ``norm`` is not
+            a bool.
         ValueError: two rules for one class, a rule for a class that needs none, an unknown ``recompute``, an FFN that
-            stays under ``strict``, or ``on`` without ``dry_run`` or with a name that is not known.
+            stays under ``strict``, or ``on`` without ``dry_run`` or with an unknown name.
     """
     _check_model(model)
     check_recompute(recompute)
@@ -162,7 +166,7 @@ def replace(
             found.skipped.append(Entry("(rules)", name, None, "no module is exactly of this class"))
     report = Report(tuple(found.replaced), tuple(found.skipped), dry_run, on)
     fused_before = any(issubclass(kind, (ReplacedModule, FusedFFN, SplitKLinear)) for kind in classes)
-    # Experts may be so by name, in modules of their own class.
+    # Experts with experts_implementation="fusedlayers" are fused, but keep their own class.
     fused_before = fused_before or any(entry.reason == _ALREADY for entry in found.skipped)
     if not found.changes and not fused_before:
         if strict:
@@ -181,7 +185,7 @@ def restore(model: nn.Module) -> None:
     """Undo `replace`: every replaced block in ``model`` gets its own class back, and so its own forward.
 
     Raises:
-        TypeError: ``model`` is no module.
+        TypeError: ``model`` is not a module.
         ValueError: something (FSDP2, parametrize) has changed the class of a replaced block since; nothing is undone.
     """
     _check_model(model)
@@ -197,7 +201,7 @@ def restore(model: nn.Module) -> None:
 
 
 def _set_class(module: nn.Module, kind: type) -> None:
-    # Past the module's own __setattr__, which may be the user's.
+    # Bypass the module's own __setattr__, which may be the user's.
     object.__setattr__(module, "__class__", kind)
 
 
@@ -207,7 +211,7 @@ def _check_model(model: nn.Module) -> None:
 
 
 def _checked(rules: Sequence[FFNRule | LinearRule]) -> tuple[list[FFNRule], list[LinearRule]]:
-    """The rules of each kind."""
+    """(FFN rules, linear rules)."""
     if not isinstance(rules, (tuple, list)):
         raise TypeError(f"rules must be a tuple or list of FFNRule and LinearRule, got {rules!r}")
     for rule in rules:
@@ -220,9 +224,9 @@ def _checked(rules: Sequence[FFNRule | LinearRule]) -> tuple[list[FFNRule], list
 
 
 def _replace_ffns(model: nn.Module, patterns: Patterns, found: _Found) -> set[nn.Module]:
-    """Find every FFN and what becomes of its block; returns the linears that are part of one."""
+    """Decide what becomes of every block with an FFN; returns the linears that are part of an FFN."""
     parts = patterns.taken
-    # From the innermost modules on; the report goes the other way. Rows of modules last: who owns one may run it.
+    # Innermost modules first; the report goes the other way. Lists of modules last: their owner may call them.
     inwards = list(model.named_modules())[::-1]
     order = {path: -place for place, (path, _) in enumerate(inwards)}
     for path, module in sorted(inwards, key=lambda each: isinstance(each[1], (nn.ModuleList, nn.ModuleDict))):
@@ -230,7 +234,7 @@ def _replace_ffns(model: nn.Module, patterns: Patterns, found: _Found) -> set[nn
             continue
         try:
             fused = patterns.fused_class(module)
-        except Exception as error:  # of a metaclass, which may refuse in its own way
+        except Exception as error:  # a metaclass may refuse with any exception
             underivable = f"no class can be derived from its own: {error}"
             found.skip(path, module, underivable, is_ffn_left=True)
             continue
@@ -243,7 +247,7 @@ def _replace_ffns(model: nn.Module, patterns: Patterns, found: _Found) -> set[nn
             continue
         ffns = fused.find_ffn_pieces(module)
         if any(isinstance(pieces, str) for pieces in ffns.values()):
-            # Adapters in float32 beside weights of 16 bits are fused under autocast, which only a training step enters.
+            # float32 adapters beside 16-bit weights are fused only under autocast, which only a training step enters.
             with autocast_on_its_device(module):
                 ffns = fused.find_ffn_pieces(module)
         for linears, pieces in ffns.items():
@@ -268,7 +272,7 @@ def _linears(found: dict[str, FFNPieces | str]) -> set[nn.Module]:
 
 
 def _replace_experts(model: nn.Module, recompute: Literal["auto"] | bool | int, found: _Found) -> None:
-    """Find the experts of mixtures, whose weights are stacked."""
+    """Find mixture-of-experts modules, whose weights are stacked."""
     alike: dict[Hashable, ExpertsFFN | str] = {}
     for path, module in model.named_modules():
         if not is_experts(module):
@@ -288,10 +292,10 @@ def _replace_experts(model: nn.Module, recompute: Literal["auto"] | bool | int, 
 
 
 def _replace_linears(model: nn.Module, rules: list[LinearRule], parts: set[nn.Module], found: _Found) -> None:
-    """Find the linears that a rule takes, besides those that are part of an FFN."""
+    """Find the linears that match a rule and are not part of an FFN."""
     idle = list(rules)
     for path, module in model.named_modules():
-        # A subclass, SplitKLinear among them, is what its author made it.
+        # Subclasses, SplitKLinear among them, are left alone.
         rule = next((rule for rule in rules if isinstance(module, nn.Linear) and rule.takes(path, module)), None)
         if rule is None:
             continue
@@ -309,7 +313,7 @@ def _replace_linears(model: nn.Module, rules: list[LinearRule], parts: set[nn.Mo
 
 
 def _replace_heads(model: nn.Module, found: _Found) -> None:
-    """Find the models whose loss needs no logits."""
+    """Find the models whose loss can be computed without logits."""
     for path, module in model.named_modules():
         if isinstance(module, FusedLossHead):
             found.skip(path, module, _ALREADY)
@@ -328,7 +332,7 @@ def _replace_heads(model: nn.Module, found: _Found) -> None:
 
 
 def _replace_norms(model: nn.Module, found: _Found) -> None:
-    """Find the norms that run in several operations."""
+    """Find the norms that are written as several operations."""
     alike: dict[Hashable, Norm | str | None] = {}
     for path, module in model.named_modules():
         if isinstance(module, FusedNorm):

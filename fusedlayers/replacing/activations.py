@@ -1,4 +1,4 @@
-"""Which of our activations a module or function computes: known by its class, or read from its source."""
+"""Which activation of this library a module or function computes: known by its class, or read from its source."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from .remembering import Remembered
 
 
 def torch_module_activation(activation: object) -> str | None:
-    """Our name of an activation: a module, a function or a name; None: it is none of ours.
+    """This library's name of an activation (a module, a function or a name), or None if it has none.
 
-    torch's own are known. Any other is read: it is the one of ours whose formula its source says.
+    torch's own activations are looked up. The source of any other is read, and its formula compared with each of ours.
     """
     if isinstance(activation, str):
         return canonical_activation(activation) if activation in ACTIVATIONS or activation in ALIASES else None
@@ -37,19 +37,20 @@ def torch_module_activation(activation: object) -> str | None:
 
 
 def functions_read(activation: object) -> list[tuple[Any, str]]:
-    """The methods and functions of the user's that an activation calls, by the class or module that has them."""
+    """The user's methods and functions that an activation calls, as pairs (class or module that holds it, name)."""
     found = None if isinstance(activation, str) or known_activation(activation) else _reading_of(activation)
     return [] if found is None else [(owner(), name) for owner, name, _ in found.functions]
 
 
 class _Reading(NamedTuple):
-    """An activation of ours, and what was read for it: weak references, since results are kept for long."""
+    """The name of an activation, and the functions that were read for it: as weak references, since results are
+    cached."""
 
     name: str | None
     functions: tuple[tuple[weakref.ref[Any], str, weakref.ref[Any]], ...] = ()
 
     def stands(self) -> bool:
-        """Whether all functions that were read are still there."""
+        """Whether all functions that were read are still in place."""
         return all(getattr(owner(), name, None) is function() for owner, name, function in self.functions)
 
 
@@ -62,7 +63,7 @@ def _reading_of(activation: object) -> _Reading | None:
 
 
 def _of_module(module: nn.Module) -> _Reading | None:
-    # What has parameters, or modules of its own, computes more than a function of one number.
+    # A module with parameters, buffers or children is more than an elementwise function.
     if module._parameters or module._buffers or module._modules or "forward" in vars(module):
         return None
     if why_called_otherwise(type(module)) is not None:
@@ -79,18 +80,18 @@ def _of_module(module: nn.Module) -> _Reading | None:
 
 
 def _options(module: nn.Module) -> dict[str, Any]:
-    """What a module reads besides what every module has: attributes of its own, and of its class."""
+    """The attributes that a module may read besides those of every nn.Module: its own, and its class's."""
     return {name: value for name, value in attributes_of(module).items() if name not in _OF_MODULES}
 
 
-# What every module has, and what a replaced one keeps.
+# Attributes of every nn.Module; a replaced one keeps them.
 _OF_MODULES = frozenset((*vars(nn.Module()), "_compiled_call_impl"))
-# By what is read; what was found once is not asked again.
+# Cache: what was read, by activation.
 _found: Remembered[_Reading] = Remembered()
 
 
 def _named(activation: Any) -> _Reading:
-    """The activation of ours that this one gives for a symbol."""
+    """The activation of ours that equals this one, evaluated on a symbol."""
     reader = Reader(activation if isinstance(activation, nn.Module) else nn.Module())
     x = reader.input(None)
     try:
@@ -98,7 +99,7 @@ def _named(activation: Any) -> _Reading:
         functions = Conditions.of(reader).owned()
         read = tuple((weakref.ref(owner), name, weakref.ref(each)) for owner, name, each in functions)
     except (NotUnderstood, TooLarge, TypeError):
-        # A property cannot be referred to.
+        # TypeError: properties cannot be weakly referenced.
         return _Reading(None)
     if not isinstance(result, Formula) or result.wide or not result.shaped:
         return _Reading(None)
@@ -110,14 +111,14 @@ def _read(activation: Any, reader: Reader, x: Formula) -> Any:
         return reader.read(type(activation).forward, x)
     if operations.is_known(activation):
         return reader.call(Known(activation), (x,), {})
-    # A bound method may read whatever its owner has.
+    # A bound method may read any attribute of its owner.
     if not isinstance(activation, types.FunctionType):
         raise NotUnderstood("is no function of Python")
     return reader.inlined(activation, (x,), {})
 
 
 def watched_options(activation: object) -> list[str]:
-    """The names of options by which a module of the user's may become another activation."""
+    """The attributes of a user's activation module that decide which function it computes."""
     if not isinstance(activation, nn.Module) or type(activation).__module__.startswith("torch."):
         return []
     return [name for name, value in _options(activation).items() if type(value) is not functools.partial]

@@ -1,6 +1,6 @@
-"""The classes that `replace` gives to modules: the original class, with a forward that fuses what is plain.
+"""The classes that `replace` gives to modules: the original class, with a forward that fuses its plain children.
 
-Those of torch's own classes stand here, and what the classes for rules share with them.
+Here are those for torch's own classes, and what they share with the classes made for rules.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from .conditions import attribute
 from .finding import dropout_p, find_ffn, find_runs, identities, next_children
 from .rules import FFNRule
 
-# What a block does instead of running fused where its class was patched.
+# What a block does when its class has been patched.
 OWN_FORWARD = "runs the forward of its own class"
 
 _Sequential = nn.Sequential
 
-# Its subclasses get gradient checkpointing from its __init_subclass__, around their forward.
+# Its __init_subclass__ wraps the forward of each subclass in gradient checkpointing.
 _CHECKPOINTED = "transformers.modeling_layers.GradientCheckpointingLayer"
 
 
@@ -45,25 +45,24 @@ class ReplacedModule(nn.Module):
     """Mixin of every class that `replace` gives to a module. The long names keep clear of those of user classes."""
 
     fused_from: ClassVar[type[nn.Module]]
-    # Makes an empty module of a class that cannot be imported; None: it can.
+    # Makes an empty module of a class that cannot be imported; None if the class can be.
     fused_new: ClassVar[Callable[..., nn.Module] | None] = None
-    # The methods of the original class that this one runs in its own way, as they were when it was made.
+    # The methods of the original class that this one overrides, as they were when it was made.
     fused_methods: ClassVar[dict[str, Callable[..., Any]]] = {}
-    # What else was read: methods and functions, by the class or module that has them, and their names there.
+    # Other methods and functions that were read: (class or module that holds it, name, function).
     fused_functions: ClassVar[tuple[tuple[Any, str, Any], ...]] = ()
-    # Further methods of the original class that must stay what they were.
+    # Other methods of the original class that must not change.
     fused_watched: ClassVar[tuple[str, ...]] = ()
-    # Whether a class has the name of the original one: transformers writes it into checkpoints of models, and looks it
-    # up in tables.
+    # Whether the class keeps the original's name: transformers writes it into checkpoints and looks it up in tables.
     fused_keeps_name: ClassVar[bool] = False
 
     def __init_subclass__(cls) -> None:
-        """End here: a base class of the user that registers its subclasses must not see this one."""
+        """Stop here: a user's base class that registers its subclasses must not see this one."""
         if any(class_path(base) == _CHECKPOINTED for base in cls.__mro__):
             super().__init_subclass__()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickle and copy by what the class was made from, where it cannot be imported."""
+        """Pickle and copy by the recipe of the class where it cannot be imported."""
         reduced = super().__reduce_ex__(max(protocol, 2))
         if self.fused_new is None or not isinstance(reduced, tuple):
             return reduced
@@ -73,7 +72,7 @@ class ReplacedModule(nn.Module):
 
     @classmethod
     def why_fused_class_changed(cls) -> str | None:
-        """Which method of the original class somebody has changed since, or None: it runs as it is now, not fused."""
+        """Which method of the original class has changed since, or None. It runs as it is now, not fused."""
         for name, method in cls.fused_methods.items():
             if getattr(cls.fused_from, name) is not method:
                 return f"the {name} of {cls.fused_from.__qualname__} was changed after replace"
@@ -89,15 +88,15 @@ class ReplacedModule(nn.Module):
 
     @classmethod
     def fused_forward(cls, original: type[nn.Module]) -> Callable[..., Any]:
-        """A forward that runs :meth:`run_fused`, while that of the original class stays what it is."""
+        """A forward that calls :meth:`run_fused` as long as the forward of the original class is unchanged."""
         method = original.forward
 
-        # The signature stays visible: callers ask for it.
+        # functools.wraps keeps the signature visible to callers that inspect it.
         @functools.wraps(method)
         def forward(self: ReplacedModule, *args: Any, **kwargs: Any) -> Any:
             if not isinstance(self, cls):
                 return restored_method(self, "forward")(*args, **kwargs)
-            # Dynamo guards these, and so notices a patch, too.
+            # Dynamo guards these, so it notices a patch, too.
             if original.forward is not method:
                 say_once(self, str(self.why_fused_class_changed()), OWN_FORWARD)
                 return original.forward(self, *args, **kwargs)
@@ -106,28 +105,28 @@ class ReplacedModule(nn.Module):
         return forward
 
     def run_fused(self, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What the forward of the original class, which is ``method``, returns."""
+        """What ``method``, the forward of the original class, returns."""
         raise NotImplementedError
 
 
 _Kind = TypeVar("_Kind", bound=ReplacedModule)
 
-# What a class was made from -> the class, while somebody has it.
+# Recipe -> the class, while it is in use.
 _made: weakref.WeakValueDictionary[tuple[Any, ...], type[ReplacedModule]] = weakref.WeakValueDictionary()
 
 
 def fused_class(kind: type[_Kind], original: type[nn.Module], **facts: Any) -> type[_Kind]:
-    """The class for modules of this one, from a mixin and attributes of the class; the same while its methods stay."""
+    """The class made of a mixin, an original class and class attributes; cached until a method changes."""
     recipe = (kind, original, *facts.items())
     made = _made.get(recipe)
     if made is None or made.why_fused_class_changed():
         names = facts | {"__doc__": original.__doc__, "__module__": kind.__module__, "fused_from": original}
         names["fused_new"] = staticmethod(functools.partial(_new_fused, recipe))
-        # Derived here, because the recipe is pickled, and neither modules nor properties can be.
+        # Not part of the recipe: it is pickled, and neither modules nor properties can be.
         read = [fact.conditions.owned() for fact in facts.values() if hasattr(fact, "conditions")]
         names["fused_functions"] = tuple(itertools.chain(*read))
         if hasattr(kind, "fused_from"):
-            # The mixin is a subclass of the original class, and has its own methods.
+            # The mixin is already a subclass of the original class, with methods of its own.
             made = type(kind.__name__, (kind,), names)
         else:
             overrides = kind.fused_overrides(original, **facts)
@@ -143,15 +142,15 @@ def fused_class(kind: type[_Kind], original: type[nn.Module], **facts: Any) -> t
 
 
 def _new_fused(recipe: tuple[Any, ...], *arguments: Any) -> nn.Module:
-    # A copy is what the module is: fused for the methods that replace saw, whatever they are now.
+    # A copy is fused like its original, even if the methods have been patched since.
     kind, original, *facts = recipe
     made = _made.get(recipe) or fused_class(kind, original, **dict(facts))
     return made.__new__(made, *arguments)
 
 
 def restored_method(module: nn.Module, name: str) -> Callable[..., Any]:
-    """The method of a restored module's own class. A fused one outlives `restore` where somebody kept it, bound: hooks
-    of accelerate stand between a module and the forward that they found."""
+    """The method of a restored module's own class. A fused method outlives `restore` where somebody keeps it bound, as
+    accelerate's hooks do with the forward that they wrap."""
     return cast("Callable[..., Any]", getattr(type(module), name).__get__(module))
 
 
@@ -176,13 +175,13 @@ class FusedBlock(ReplacedModule):
         return "; ".join(f"{linears}: {reason}" for linears, reason in found.items()) or "it holds no FFN any more"
 
     def call_arguments(self, x: Tensor) -> dict[str, Any]:
-        """The arguments of ``functional.ffn`` where the input of the FFN is x, by name."""
+        """The arguments of ``functional.ffn`` by name, if the input of the FFN is x."""
         found = self.find_ffn_pieces(self)
         [pieces] = (pieces for pieces in found.values() if isinstance(pieces, FFNPieces))
         return pieces.arguments(x, recompute=self.fused_recompute)
 
     def keep_found(self, found: Any, names: Iterable[str], pieces: Sequence[FFNPieces], *, whole: bool) -> None:
-        """Keep what was found, as ``modules.keep`` takes it, while the methods of the original class stay, too."""
+        """Cache ``found`` through ``modules.keep``, until a method of the original class changes, too."""
         if all(each.may_be_kept for each in pieces):
             methods = [(self.fused_from, name) for name in self.fused_methods]
             methods += [(owner, name) for owner, name, _ in self.fused_functions]
@@ -191,7 +190,7 @@ class FusedBlock(ReplacedModule):
 
 
 def try_fused(block: FusedBlock, found: FFNPieces | str, x: Tensor) -> Tensor | None:
-    """The FFN of x, or None where the original forward must run."""
+    """The FFN of x, or None if the original forward must run."""
     if isinstance(found, str):
         say_once(block, found)
     elif not is_plain_now(x) and (reason := why_not_now(x)):
@@ -218,13 +217,13 @@ class FusedSequentialFFN(FusedBlock, nn.Sequential):
         if not isinstance(self, FusedSequentialFFN):
             return restored_method(self, "forward")(*args, **kwargs)
         runs = self.traceable_runs() if is_dynamo_compiling() else self.find_kept_runs()
-        # Dynamo guards what it reads, and so notices a patch, too; there is always a forward.
+        # Dynamo guards what it reads, so it notices a patch, too; forward is never None.
         if runs is None or _Sequential.forward is None:
             return super().forward(*args, **kwargs)
         return self.run_with_fused_ffns(runs, *args, **kwargs)
 
     def run_with_fused_ffns(self, runs: tuple[tuple[int, Any], ...], input: Tensor) -> Tensor:
-        """All modules, one after the other, and every FFN among them in one piece."""
+        """Run all modules in order, and each FFN among them as one operation."""
         position = free = 0
         for module in self:
             if position >= free:
@@ -234,12 +233,12 @@ class FusedSequentialFFN(FusedBlock, nn.Sequential):
                     tracing = is_dynamo_compiling()
                     y = traced_ffn(self, found, input, None, None) if tracing else try_fused(self, found, input)
                 input, free = (module(input), position) if y is None else (y, stop)
-            # As a global name, enumerate would cost a guard.
+            # Not enumerate: as a global name it would cost a guard.
             position += 1  # noqa: SIM113
         return input
 
     def find_kept_runs(self) -> tuple[tuple[int, FFNPieces | str | None], ...] | None:
-        """For every position where the run stops that starts there, and what it is; None if the class has changed."""
+        """For every position, where the run that starts there stops and its FFN; None if the class has changed."""
         runs: tuple[tuple[int, FFNPieces | str | None], ...] | None = kept(self)
         if runs is not None:
             return runs
@@ -249,7 +248,7 @@ class FusedSequentialFFN(FusedBlock, nn.Sequential):
         found = {start: (stop, pieces) for start, stop, pieces in find_runs(list(self))}
         pieces = [each for _, each in found.values() if isinstance(each, FFNPieces)]
         runs = tuple(found.get(position, (position + 1, None)) for position in range(len(self)))
-        # A run that is not plain may become so where none of what is kept changes.
+        # Not cached otherwise: a run that is not plain may become so without a change to what the cache watches.
         if len(pieces) == len(found):
             names = list(self._modules)
             parts = [name for start, (stop, _) in found.items() for name in names[start:stop]]
@@ -261,7 +260,7 @@ class FusedSequentialFFN(FusedBlock, nn.Sequential):
 
     @outside_of_traces
     def traceable_runs(self) -> tuple[tuple[int, tuple[Any, ...] | None], ...] | None:
-        """The same, with what a traced call takes for constants in place of the pieces."""
+        """:meth:`find_kept_runs` for a traced call: with its constants in place of the FFNs' parts."""
         if self.why_fused_class_changed():
             return None
         names = list(self._modules)
@@ -276,14 +275,14 @@ class FusedSequentialFFN(FusedBlock, nn.Sequential):
 
 
 class FusedOneFFN(FusedBlock):
-    """Mixin of the classes of modules that hold one FFN, whose parts a rule names."""
+    """Mixin of the classes of modules that hold one FFN, described by a rule."""
 
     fused_rule: ClassVar[FFNRule]
-    # Whether the block holds nothing else.
+    # Whether the block is the FFN and nothing else.
     fused_whole: ClassVar[bool] = False
 
     def find_ffn(self) -> FFNPieces | str:
-        """The FFN, or why it cannot be fused; a block keeps what it finds."""
+        """The FFN, or why it cannot be fused; cached by the block."""
         [found] = self.find_ffn_pieces(self).values()
         if isinstance(found, FFNPieces):
             rule = self.fused_rule
@@ -297,7 +296,7 @@ class FusedOneFFN(FusedBlock):
 
     @outside_of_traces
     def traceable_ffn(self) -> tuple[Any, ...] | None:
-        """What a traced call takes for constants."""
+        """What a traced call treats as constants."""
         rule, [found] = self.fused_rule, self.find_ffn_pieces(self).values()
         return traceable(
             self, self.why_fused_class_changed() or found, up=rule.up, down=rule.down, gate=rule.gate,
@@ -307,7 +306,7 @@ class FusedOneFFN(FusedBlock):
 
 
 class FusedTransformerLayer(FusedOneFFN):
-    """What both Transformer layers share."""
+    """The common part of both Transformer layers."""
 
     fused_rule = FFNRule(nn.Module, up="linear1", down="linear2", dropout="dropout")
     fused_output_dropout: ClassVar[str]
@@ -315,14 +314,14 @@ class FusedTransformerLayer(FusedOneFFN):
     @classmethod
     def find_ffn_pieces(cls, module: nn.Module) -> dict[str, FFNPieces | str]:
         layer = cast(nn.TransformerEncoderLayer, module)
-        # Called as it is, whatever it is: its probability is for the report.
+        # This module is called as it is; its probability is only for the report.
         after = dropout_p("output dropout", getattr(layer, cls.fused_output_dropout), layer.training)
         p = after if isinstance(after, float) else 0.0
         found = find_ffn(layer.linear1, layer.linear2, None, layer.activation, layer.dropout, layer.training, p)
         return {"linear1, linear2": cls.why_fused_class_changed() or found}
 
     def run_fused_ffn(self, x: Tensor) -> Tensor | None:
-        """The FFN of x, or None where the original forward must run."""
+        """The FFN of x, or None if the original forward must run."""
         if is_dynamo_compiling():
             facts = self.traceable_ffn()
             return None if facts is None else traced_ffn(self, facts, x, None, None)
@@ -332,7 +331,7 @@ class FusedTransformerLayer(FusedOneFFN):
 class FusedTransformerEncoderLayer(FusedTransformerLayer, nn.TransformerEncoderLayer):
     """An ``nn.TransformerEncoderLayer`` whose feed-forward block is one FFN.
 
-    In evaluation without gradients torch runs the whole layer in an inference kernel of its own where it can, and the
+    In evaluation without gradients, torch runs the whole layer in its own inference kernel where it can, and the
     encoder packs padded batches for it. That stays; ``torch.backends.mha.set_fastpath_enabled`` switches it off.
     """
 

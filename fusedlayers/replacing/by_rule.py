@@ -1,4 +1,4 @@
-"""The mixins of the classes that `replace` gives to blocks that a rule describes."""
+"""Mixins of the classes that `replace` gives to blocks described by a rule."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from .reading.rewriting import edited
 from .reading.values import ABSENT
 from .rules import FoundRule
 
-# Attributes by path, with what each of them was.
+# (path, value) of attributes.
 _Watched = tuple[tuple[str, Any], ...]
 
 
@@ -45,9 +45,10 @@ class FusedByRule(FusedOneFFN):
         return {", ".join(linears): cls.why_fused_class_changed() or find_by_rule(module, rule)}
 
     def has_changed(self, watched: _Watched) -> bool:
-        """Whether any of this is another one now; Dynamo guards what it reads here.
+        """Whether any of these attributes has changed; Dynamo guards what it reads here.
 
-        It cannot compare functions: one that is patched after compiling is noticed when the block is traced again.
+        Dynamo cannot compare functions: one that is patched after compilation is noticed when the block is traced
+        again.
         """
         for name, value in watched:
             now = attribute(self, name, ABSENT)
@@ -55,17 +56,17 @@ class FusedByRule(FusedOneFFN):
                 if now != value:
                     return True
                 continue
-            # Dynamo of torch 2.11 compares no tuples.
+            # torch 2.11's Dynamo cannot compare tuples.
             if not isinstance(now, tuple) or len(now) != len(value):
                 return True
-            # A generator would be a frame more for Dynamo to trace.
+            # A generator would be one more frame for Dynamo to trace.
             for place in range(len(value)):
                 if now[place] != value[place]:
                     return True
         return False
 
     def run_as_one_ffn(self, x: Any) -> Tensor | None:
-        """The FFN of x, or None where its parts must be called."""
+        """The FFN of x, or None if its parts must be called."""
         if is_dynamo_compiling():
             facts, path, is_module, watched = self.traceable_block()
             if facts is None or self.has_changed(watched):
@@ -79,7 +80,8 @@ class FusedByRule(FusedOneFFN):
 
     @outside_of_traces
     def traceable_block(self) -> tuple[tuple[Any, ...] | None, str | None, bool, _Watched]:
-        """What a traced call takes for constants: of the FFN, where the dropout behind it is, and what is watched."""
+        """What a traced call treats as constants: the FFN's facts; the path of the dropout after it, and whether that
+        is a module; the attributes to watch."""
         rule = self.fused_rule
         path = rule.output_dropout
         is_module = isinstance(attribute(self, path), nn.Module)
@@ -94,12 +96,12 @@ class FusedWholeBlock(FusedByRule):
     @classmethod
     def fused_forward(cls, original: type[nn.Module]) -> Callable[..., Any]:
         method = original.forward
-        # Blocks whose forward takes no tensor, or more than one, keep their class.
+        # A block whose forward takes no tensor, or more than one, keeps its class.
         _, *names = inspect.signature(method).parameters
 
         @functools.wraps(method)
         def forward(self: FusedWholeBlock, *args: Any, **kwargs: Any) -> Any:
-            # The shortest way for the call that comes again and again.
+            # Fast path for repeated calls.
             if len(args) == 1 and not kwargs and not is_dynamo_compiling():
                 ready: FFNPieces | None = kept(self)
                 if ready is not None and is_plain_now(args[0]):
@@ -109,7 +111,7 @@ class FusedWholeBlock(FusedByRule):
                     return F.dropout(result, ready.output_dropout_p) if ready.output_dropout_p else result
             if not isinstance(self, FusedWholeBlock):
                 return restored_method(self, "forward")(*args, **kwargs)
-            # Dynamo guards these, and so notices a patch, too.
+            # Dynamo guards these, so it notices a patch, too.
             if original.forward is not method:
                 say_once(self, str(self.why_fused_class_changed()), OWN_FORWARD)
                 return original.forward(self, *args, **kwargs)
@@ -123,7 +125,7 @@ class FusedWholeBlock(FusedByRule):
 
 
 class FusedInside(FusedByRule):
-    """Mixin for blocks with an FFN inside a method, which runs with one call in the place of the FFN."""
+    """Mixin for blocks with an FFN inside a method, which runs with one call in place of the FFN."""
 
     @classmethod
     def fused_overrides(cls, original: type[nn.Module], **facts: Any) -> dict[str, Callable[..., Any]]:
@@ -144,7 +146,7 @@ class FusedInside(FusedByRule):
                 say_once(self, f"the source of {name} is another one than when it was replaced")
             if fused is None or not self.is_fused_now() or own is not method:
                 return own(self, *args, **kwargs)
-            # Dynamo guards these, and so notices a patch, too.
+            # Dynamo guards these, so it notices a patch, too.
             for owner, each, function in read if is_dynamo_compiling() else ():
                 if getattr(owner, each) is not function:
                     return own(self, *args, **kwargs)
@@ -153,18 +155,18 @@ class FusedInside(FusedByRule):
         return {name: with_fused_ffn}
 
     def is_fused_now(self) -> bool:
-        """Whether the method runs with its FFN in one piece."""
+        """Whether the method runs with the FFN as one operation."""
         if is_dynamo_compiling():
             facts, _, _, watched = self.traceable_block()
             return facts is not None and not self.has_changed(watched)
-        # Of the children that hold parts, too, whose calls would not be made.
+        # Checks the children that hold the parts, too: they would not be called.
         found = why_not_now() or kept(self) or self.find_ffn()
         if isinstance(found, str):
             say_once(self, found)
         return not isinstance(found, str)
 
     def run_inside(self, x: Any) -> Any:
-        """The FFN of x, in the middle of the method; by its parts where they must be called for x."""
+        """The FFN of x, in the middle of the method; calls its parts one by one if it cannot be fused for x."""
         y = self.run_as_one_ffn(x)
         if y is not None:
             return y

@@ -1,4 +1,4 @@
-"""The loss function of transformers' causal models: whether a function is it, and its parts around the loss itself."""
+"""The loss function of transformers' causal models: how to recognise it, and the steps around its cross entropy."""
 
 from __future__ import annotations
 
@@ -19,42 +19,44 @@ from .reading.state import Frame, Undecided
 from .reading.values import Known, Method, NotUnderstood
 from .remembering import Remembered
 
-# Known by name, so that nothing is imported for it.
+# By name, so that transformers is not imported.
 _KNOWN = ("transformers.loss.loss_utils", "ForCausalLMLoss")
-# Its parameters, in their order.
+# The function's parameters, in order.
 PARAMETERS = ("logits", "labels", "vocab_size", "num_items_in_batch", "ignore_index", "shift_labels")
-# Where it does not say which labels to ignore.
+# Its default ignore_index.
 IGNORED = -100
 _read: Remembered[bool] = Remembered()
 
 
 def shifted(labels: Tensor, shift_labels: Tensor | None, ignore_index: int) -> Tensor:
-    """The word that follows each token, ``[*B, tokens]``: nothing follows the last one."""
+    """The target of each token, ``[*B, tokens]``: the next token; the last one has none."""
     if shift_labels is not None:
         return shift_labels
     return F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
 
 
 def divided(loss: Tensor, items: Tensor | int | None) -> Tensor:
-    """A sum of losses, divided by the number of items in a batch of which this is a part; a mean as it is."""
+    """A sum of losses divided by the number of items in the whole batch, of which this may be a part; a mean
+    unchanged."""
     if items is None:
         return loss
     return loss / (items.to(loss.device) if isinstance(items, Tensor) else items)
 
 
 def why_other_loss(function: Any) -> str | None:
-    """Why a loss function is not the one that these parts are of, or None."""
+    """Why a loss function is not transformers' causal loss, or None."""
     if (getattr(function, "__module__", None), getattr(function, "__qualname__", None)) != _KNOWN:
         name = getattr(function, "__qualname__", None) or class_path(type(function))
         return f"its loss function is {name}, not transformers' {_KNOWN[1]}"
-    # What it calls may be another function now.
+    # The function that it calls may have been patched.
     around = getattr(function, "__globals__", {}).get("fixed_cross_entropy")
     known = _read.get((function, around), lambda: _is_known(function))
     return None if known else f"its loss function {_KNOWN[1]} computes something else"
 
 
 def _is_known(function: Callable[..., Tensor]) -> bool:
-    """Whether the source of a function says these parts: with and without items, shifted labels, and what to ignore."""
+    """Whether the source computes exactly these steps, for each combination of items, shifted labels and
+    ignore_index."""
     cases = itertools.product((Known(None), ITEMS), (Known(None), TARGET), (Known(IGNORED), IGNORE))
     try:
         return all(
@@ -68,7 +70,7 @@ def _is_known(function: Callable[..., Tensor]) -> bool:
 LOGITS, LABELS, CLASSES, ITEMS, IGNORE = map(Stage, ("logits", "labels", "classes", "items", "what to ignore"))
 PADDED, TARGET, DEVICE = map(Stage, ("padded labels", "target", "device"))
 SUM, MEAN, QUOTIENT = map(Stage, ("sum", "mean", "sum by items"))
-# What a method of a tensor takes where it changes nothing that counts.
+# Tensor methods that change nothing here, with the arguments that they must be called with.
 _METHODS: dict[str, dict[Stage, tuple[Any, ...]]] = {
     "float": {LOGITS: ()},
     "contiguous": {TARGET: ()},
@@ -78,14 +80,14 @@ _METHODS: dict[str, dict[Stage, tuple[Any, ...]]] = {
 
 
 class _LossReader(Reader):
-    """A reading of a loss function: what becomes of logits and labels on its way has a name each."""
+    """Reads a loss function: each intermediate of logits and labels has a name."""
 
     def __init__(self, ignored: Any) -> None:
         super().__init__(nn.Module())
         self._ignored = ignored
 
     def loss(self, function: Callable[..., Tensor], items: Any, target: Any) -> Any:
-        """What the function gives; the label to ignore is its own where it is a number."""
+        """What the function returns; without the IGNORE symbol it uses its own ignore_index."""
         options = {"num_items_in_batch": items, "shift_labels": target}
         options |= {"ignore_index": IGNORE} if self._ignored == IGNORE else {}
         return self.inlined(function, (LOGITS, LABELS, CLASSES), options)
@@ -100,7 +102,7 @@ class _LossReader(Reader):
         return bound if others is None else bound | {others.arg: {}}
 
     def _of_call(self, node: ast.Call, frame: Frame) -> Any:
-        # Of options of any name there are none.
+        # `**kwargs` is empty.
         named = [each for each in node.keywords if each.arg is not None or self.value(each.value, frame) != {}]
         return super()._of_call(ast.copy_location(ast.Call(node.func, node.args, named), node), frame)
 
@@ -120,7 +122,7 @@ class _LossReader(Reader):
         return Known(found) if found in (F.cross_entropy, F.pad, torch.is_tensor) else super().attribute(owner, name)
 
     def call(self, called: Any, args: Sequence[Any], options: dict[str, Any]) -> Any:
-        """What a call gives."""
+        """The result of a call."""
         target = called.value if isinstance(called, Known) else None
         if target is F.pad and [*args] == [LABELS, (Known(0), Known(1))] and options == {"value": self._ignored}:
             return PADDED

@@ -1,4 +1,4 @@
-"""What a module was read for, and must stay: its attributes, and the methods and functions that it calls."""
+"""The conditions under which a reading of a module's source stays valid: its attributes, methods and functions."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from .reading.values import ABSENT, NotUnderstood
 
 
 class Conditions(NamedTuple):
-    """For what the source of a module says what was read in it.
+    """The conditions under which a module computes what was read from its source.
 
     Args:
-        options: attributes of the module, by their paths, and their values.
-        methods: the methods that were read besides the first one, by their classes and names.
-        functions: the functions that these call: their modules, their names there, and the functions.
+        options: attributes of the module, by path, and their values.
+        methods: the methods that were read besides the first one: (class, name).
+        functions: the functions that these call: (module, name in it, function).
     """
 
     options: tuple[tuple[str, Any], ...] = ()
@@ -28,10 +28,11 @@ class Conditions(NamedTuple):
 
     @classmethod
     def of(cls, reader: Reader, asked: Iterable[str | None] = (), activation: str | None = None) -> Conditions:
-        """Those of a whole reading, but for attributes that are asked anew at every call, and what an activation reads.
+        """The conditions of a whole reading, without attributes that are looked up at every call and what an activation
+        reads.
 
         Raises:
-            NotUnderstood: an attribute may change without another one in its place.
+            NotUnderstood: an attribute is mutable, so that it could change in place.
         """
         return cls(
             without(reader.watched, asked, activation),
@@ -40,26 +41,26 @@ class Conditions(NamedTuple):
         )
 
     def why_changed(self, module: nn.Module) -> str | None:
-        """What of a module is no longer what it was, or None; of its classes :meth:`owned` tells."""
+        """What has changed in a module, or None; changed methods of its classes are checked through :meth:`owned`."""
         for path, value in self.options:
             now = attribute(module, path, ABSENT)
             if now is not value and (type(now) is not type(value) or now != value):
                 return f"its {path} was {value!r} when it was replaced"
         for each in module.modules():
             for kind, name in self.methods:
-                # What is read past has its own words for a forward that was set on it.
+                # A forward set on a child that is not called is reported elsewhere.
                 if name in vars(each) and isinstance(each, kind) and (each is module or name != "forward"):
                     return f"its {name} was set on the instance"
         return None
 
     def owned(self) -> tuple[tuple[Any, str, Any], ...]:
-        """Methods and functions as they are now, by the class or module that has them, and their names there."""
+        """The current methods and functions: (class or module that holds it, name, function)."""
         of_classes = [(kind, name, getattr(kind, name, ABSENT)) for kind, name in self.methods]
         return (*of_classes, *((sys.modules[module], name, function) for module, name, function in self.functions))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle functions by where they were read: a lambda has no name of its own, and one that somebody has put
-        another in the place of must not become that one."""
+        """Pickle functions by module and name, since lambdas cannot be pickled. One that has been replaced since must
+        not be unpickled as its replacement."""
         names = [(module, name, function is _function(module, name)) for module, name, function in self.functions]
         return _loaded, (self.options, self.methods, names)
 
@@ -73,14 +74,14 @@ def _loaded(options: Any, methods: Any, names: list[tuple[str, str, bool]]) -> C
     return Conditions(options, methods, tuple(functions))
 
 
-# Those of what is believed.
+# No conditions: for rules that are trusted.
 NONE = Conditions()
 
 
 def without(
     watched: dict[str, Any], asked: Iterable[str | None], activation: str | None
 ) -> tuple[tuple[str, Any], ...]:
-    """The attributes that were read, but for those that are asked anew at every call."""
+    """The attributes that were read, without those that are looked up at every call."""
     left, inner = {*asked, activation}, f"{activation}."
     found = [
         (path, value) for path, value in watched.items()
@@ -92,7 +93,7 @@ def without(
 
 
 def attribute(block: nn.Module, name: str | None, default: Any = None) -> Any:
-    """The part of ``block`` with this name, which may have dots; ``default`` where there is none."""
+    """The attribute of ``block`` at this path (with or without dots); ``default`` if there is none."""
     if name is None:
         return default
     if "." not in name:

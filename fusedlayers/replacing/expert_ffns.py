@@ -1,8 +1,8 @@
 """What the experts of a mixture compute, read from the source of their module's forward.
 
-transformers' experts share one interface: a module holds the weights of all experts, stacked, flags say how they lie,
-and its forward takes tokens, the experts of each token and their weights. What the forward says has to be the loop over
-experts, and one formula that ``functional.moe_ffn`` has for each.
+transformers' experts share one interface: a module holds the stacked weights of all experts, flags give their layout,
+and its forward takes tokens, the experts of each token and their weights. The forward must be the loop over experts,
+with a formula per expert that ``functional.moe_ffn`` can compute.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from .reading.formulas import OtherFormula, text
 from .reading.polynomials import Polynomial, atom, function, number
 from .reading.values import NotUnderstood
 
-# Set by the interface on every instance. The last two are missing in older releases, which had neither.
+# Flags that the interface sets on every instance; older releases lack the two below, and their features.
 _FLAGS = ("has_gate", "has_bias", "is_transposed")
 _CONCATENATED, _NORM = "is_concatenated", "has_post_expert_norm"
-# What users may write anew to gate in their own way; every implementation calls it.
+# Users may override it to gate in their own way; every implementation calls it.
 _GATE = "_apply_gate"
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-# Those that compute the forward of the class, each in its own way; others may be the user's.
+# Implementations that compute the forward of the class, each in its own way; others may be the user's.
 _IMPLEMENTATIONS = (None, "eager", "batched_mm", "grouped_mm", "fusedlayers")
-# Parallelism over experts changes it, and no sum depends on it.
+# Not conditions: expert parallelism changes num_experts, and no expert's result depends on these.
 _NOT_OPTIONS = ("training", "num_experts")
-# Where the forward asks which implementation its configuration names.
+# The module of the wrapper that picks the implementation named in the configuration.
 _INTERFACE = "transformers.integrations.moe"
-# Which columns of a merged product are gate and up projection.
+# Which columns of the merged projection are gate and up.
 _LAYOUTS = {"concatenated": ("first", "last"), "interleaved": ("even", "odd")}
 
 
@@ -43,10 +43,10 @@ class ExpertsFFN(NamedTuple):
     """The FFN of every expert.
 
     Args:
-        names: arguments of ``functional.moe_ffn``, and the parameters that they are.
+        names: (argument of ``functional.moe_ffn``, name of the parameter).
         formula: its other arguments, by name.
         activation: the attribute that holds the activation, if one does.
-        conditions: those under which the forward computes this.
+        conditions: under which the forward computes this.
     """
 
     names: tuple[tuple[str, str], ...]
@@ -55,7 +55,7 @@ class ExpertsFFN(NamedTuple):
     conditions: Conditions
 
     def tensors(self, module: nn.Module) -> dict[str, Any]:
-        """The parameters as arguments of ``functional.moe_ffn``."""
+        """The parameters, as arguments of ``functional.moe_ffn``."""
         return {argument: getattr(module, name) for argument, name in self.names}
 
     def described(self, module: nn.Module) -> str:
@@ -76,20 +76,21 @@ def is_experts(module: nn.Module) -> bool:
 
 
 def eager_forward(kind: type[nn.Module]) -> Callable[..., Tensor]:
-    """The forward that the author of the class wrote, behind the one that asks for an implementation."""
+    """The author's forward, inside the wrapper that picks an implementation."""
     forward: Any = kind.forward
-    # Other wrappers compute something of their own.
+    # Other wrappers may compute something of their own.
     asks = getattr(forward, "__globals__", {}).get("__name__") == _INTERFACE
     return forward.__wrapped__ if asks and hasattr(forward, "__wrapped__") else forward
 
 
 def implementation(module: nn.Module) -> str | None:
-    """Which implementation of the experts the module's configuration asks for."""
+    """The experts implementation named in the module's configuration."""
     return getattr(getattr(module, "config", None), "_experts_implementation", None)
 
 
 def run_eagerly(model: nn.Module) -> None:
-    """Let all experts in ``model`` run what their author wrote: transformers' own implementations know no float64."""
+    """Make all experts in ``model`` run their eager forward: transformers' other implementations do not support
+    float64."""
     for module in model.modules():
         if is_experts(module) and implementation(module) is not None:
             cast(Any, module).config._experts_implementation = "eager"
@@ -123,7 +124,7 @@ def _names(module: Any) -> tuple[tuple[str, str], ...]:
 
 
 def why_other_tensors(module: nn.Module, names: Sequence[tuple[str, str]]) -> str | None:
-    """Why the parameters are not those that ``functional.moe_ffn`` can read, or None."""
+    """Why ``functional.moe_ffn`` cannot read the parameters, or None."""
     first: Tensor | None = None
     for argument, name in names:
         tensor = getattr(module, name, None)
@@ -140,7 +141,7 @@ def why_other_tensors(module: nn.Module, names: Sequence[tuple[str, str]]) -> st
 
 
 def why_not_as_found(module: nn.Module, found: ExpertsFFN) -> str | None:
-    """What has changed since the FFN of the experts was found, or None."""
+    """What has changed since the experts' FFN was read, or None."""
     if _GATE in module.__dict__:
         return f"has an {_GATE} of its own, set on the instance"
     if reason := found.conditions.why_changed(module):
@@ -155,10 +156,10 @@ def why_not_as_found(module: nn.Module, found: ExpertsFFN) -> str | None:
 
 
 def _read(module: Any, names: tuple[tuple[str, str], ...]) -> ExpertsFFN:
-    """The FFN that the source of the forward says.
+    """The FFN that the source of the forward computes.
 
     Raises:
-        NotUnderstood: it says something else.
+        NotUnderstood: it computes something else.
     """
     forward = eager_forward(type(module))
     if hasattr(forward, "__wrapped__") or len(inspect.signature(forward).parameters) != 4:
@@ -183,7 +184,7 @@ def _read(module: Any, names: tuple[tuple[str, str], ...]) -> ExpertsFFN:
 
 
 def _matching(module: Any, up: str, hidden: Polynomial, options: dict[str, Any]) -> tuple[dict[str, Any], Polynomial]:
-    """The arguments of ``functional.moe_ffn`` that give this hidden, the activation first; and what is activated."""
+    """The arguments of ``functional.moe_ffn`` that give this hidden, activation first, and the activation's input."""
     x = atom("input", "x")
     both = atom("linear", up, x)
     limits = [float(value) for value in options.values() if type(value) in (int, float) and 0 < value < float("inf")]

@@ -1,4 +1,4 @@
-"""The experts of a mixture through ``functional.moe_ffn``: the class that `replace` gives to their module."""
+"""The class that `replace` gives to mixture-of-experts modules: they run ``functional.moe_ffn``."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .blocks import OWN_FORWARD, ReplacedModule, fused_class
 from .expert_ffns import ExpertsFFN, eager_forward, why_not_as_found
 from .reading.values import PLAIN
 
-# What a traced call takes for constants: names, formula, activation, its options, other options.
+# Constants of a traced call: names, formula, activation, its options, other options.
 Facts = tuple[Any, ...]
 _PLAIN = (Tensor, nn.Parameter)
 
@@ -27,10 +27,10 @@ class FusedExperts(ReplacedModule):
 
     fused_ffn: ClassVar[ExpertsFFN]
     fused_recompute: ClassVar[Literal["auto"] | bool | int] = "auto"
-    # The names of what the forward takes.
+    # The names of the forward's arguments.
     fused_arguments: ClassVar[tuple[str, ...]]
     fused_watched = ("_apply_gate",)
-    # What explain() explains.
+    # The function that explain() looks up.
     function: ClassVar[Callable[..., Tensor]] = staticmethod(moe_ffn)
 
     def why_called(self, *tensors: Tensor | None) -> str | None:
@@ -54,7 +54,7 @@ class FusedExperts(ReplacedModule):
         return method(self, *args, **kwargs)
 
     def run_experts(self, x: Tensor, index: Tensor, weights: Tensor) -> Tensor | None:
-        """The result of the experts, or None where the original forward must run."""
+        """The result of the experts, or None if the original forward must run."""
         if is_dynamo_compiling():
             return run_traced(self, self.traceable_experts(), x, index, weights, self.fused_recompute is True)
         if reason := self.why_called(x, index, weights):
@@ -64,7 +64,7 @@ class FusedExperts(ReplacedModule):
 
     @outside_of_traces
     def traceable_experts(self) -> Facts | None:
-        """What a traced call takes for constants."""
+        """What a traced call treats as constants."""
         return facts_of(self, self.fused_ffn) if self.why_called() is None else None
 
 
@@ -92,9 +92,9 @@ def facts_of(module: nn.Module, found: ExpertsFFN) -> Facts:
 def run_traced(
     module: Any, facts: Facts | None, x: Tensor, index: Tensor, weights: Tensor, recompute: bool
 ) -> Tensor | None:
-    """The result of the experts, for Dynamo to trace; None where the original forward must run.
+    """The result of the experts, traced by Dynamo; None if the original forward must run.
 
-    What the facts say of the module is read again, so that Dynamo guards it.
+    Reads the module's attributes again and compares them with the facts, so that Dynamo guards them.
     """
     if facts is None:
         return None
@@ -123,8 +123,8 @@ def run_traced(
 def experts_class(
     original: type[nn.Module], found: ExpertsFFN, recompute: Literal["auto"] | bool | int
 ) -> type[FusedExperts]:
-    """The class for modules of this one whose experts compute this."""
-    # The names are the author's: experts and weights, or router_indices and routing_weights.
+    """The class for modules of class ``original`` whose experts compute this FFN."""
+    # The argument names are the author's: experts and weights, or router_indices and routing_weights.
     _, *arguments = inspect.signature(eager_forward(original)).parameters
     return fused_class(
         FusedExperts, original, fused_ffn=found, fused_recompute=recompute, fused_arguments=tuple(arguments)
@@ -132,7 +132,7 @@ def experts_class(
 
 
 def why_class_stays(module: nn.Module) -> str | None:
-    """What besides its formula keeps a module of experts from getting another class, or None."""
+    """What else keeps a module of experts from getting another class, or None."""
     if "forward" in vars(module):
         return "has a forward of its own, set on the instance"
     if len(inspect.signature(eager_forward(type(module))).parameters) != 4:

@@ -1,6 +1,6 @@
-"""``experts_implementation="fusedlayers"``: this library among the implementations that transformers knows by name.
+"""``experts_implementation="fusedlayers"``: registers this library with transformers' experts implementations.
 
-transformers is never imported here. Where it is there already the name is registered at once, and else as soon as the
+transformers is never imported here. If it is already imported, the name is registered at once, else as soon as the
 module with its interface is imported.
 """
 
@@ -27,17 +27,17 @@ from .experts import Facts, facts_of, run_traced, why_not_these
 
 IMPLEMENTATION = "fusedlayers"
 _INTERFACE = "transformers.integrations.moe"
-# What runs experts that compute no FFN: the default of transformers.
+# Runs experts that compute no FFN: the default of transformers.
 _INSTEAD = "grouped_mm"
-# Since this release Dynamo takes a module as the argument of a function that it does not trace.
+# Since this torch release Dynamo accepts a module as an argument of a function that it does not trace.
 _TAKES_MODULES = (2, 13)
 
-# What was found of each module.
+# The result of reading each module.
 _found: weakref.WeakKeyDictionary[nn.Module, ExpertsFFN | str] = weakref.WeakKeyDictionary()
 
 
 def experts_forward(module: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """The experts of a module in one call of ``functional.moe_ffn``; where they compute no FFN as ``grouped_mm``."""
+    """The experts of a module in one call of ``functional.moe_ffn``, or as ``grouped_mm`` if they compute no FFN."""
     routed = (hidden_states, top_k_index, top_k_weights)
     if is_dynamo_compiling():
         y = run_traced(module, _facts(module), *routed, False) if _CAN_LOOK else None
@@ -66,7 +66,7 @@ def _find(module: nn.Module) -> ExpertsFFN | str:
 
 
 def _without_parametrizations(module: nn.Module) -> nn.Module:
-    """The module as it is while peft has no adapters of its parameters in place, which are so during a call alone."""
+    """The module without peft's parametrizations, which peft puts in place only during a call."""
     if not parametrize.is_parametrized(module):
         return module
     parametrized: Any = module.parametrizations
@@ -98,7 +98,7 @@ def _register_in(interface: ModuleType) -> None:
 
 
 class _WhenImported(MetaPathFinder):
-    """Finds the module with the interface as it would be found anyway, and registers the name once it has run."""
+    """Finds the module with the interface as the import system would, and registers the name once it has run."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
@@ -116,7 +116,7 @@ def _execute(execute: Callable[[ModuleType], None], interface: ModuleType) -> No
 
 
 def register_experts() -> None:
-    """Let transformers know ``experts_implementation="fusedlayers"``, now or when it is imported."""
+    """Register ``experts_implementation="fusedlayers"`` with transformers, now or when it is imported."""
     interface = sys.modules.get(_INTERFACE)
     if interface is not None:
         _register_in(interface)

@@ -1,4 +1,4 @@
-"""Which parts of a module make one FFN, and why some do not: activations, dropout, runs in a sequence, rules."""
+"""Which parts of a module form an FFN, and why some do not: activations, dropout, runs in a sequence, rules."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _MISSING = object()
 
 
 def dropout_p(name: str, dropout: object, training: bool) -> float | str:
-    """The probability that ``dropout`` (an ``nn.Dropout``, a number or None) has now, or why it must be called."""
+    """The current probability of ``dropout`` (an ``nn.Dropout``, a number or None), or why it must be called."""
     if dropout is None:
         return 0.0
     if type(dropout) is nn.Dropout:
@@ -54,7 +54,7 @@ def find_ffn(
     output_dropout_p: float = 0.0,
     gate_rows: str | None = None,
 ) -> FFNPieces | str:
-    """The FFN made of these parts as they are now, or why it cannot be fused."""
+    """The FFN of these parts as they are now, or why it cannot be fused."""
     name = torch_module_activation(activation)
     if name is None:
         given = repr(activation) if isinstance(activation, (str, nn.Module)) else getattr(activation, "__name__", "")
@@ -67,7 +67,7 @@ def find_ffn(
     pieces = ffn_pieces(up, down, gate, name, p, activation, output_dropout_p, gate_rows)
     if reason := pieces.why_not_plain():
         return reason
-    # torch.jit would write the comparisons down, and warn; it calls the children anyway.
+    # torch.jit would record these comparisons, with a warning; it calls the children anyway.
     if torch.jit.is_tracing():  # type: ignore[attr-defined]
         return pieces
     w_up, w_down, w_gate = (linear_weight(linear) for linear in (up, down, gate or up))
@@ -75,27 +75,27 @@ def find_ffn(
     if outputs != w_up.shape[0] or w_gate.shape != w_up.shape:
         gated = " with the gate" if gate_rows else "" if gate is None else f", gate {tuple(w_gate.shape)}"
         return f"the weights do not fit together: up {tuple(w_up.shape)}{gated}, down {tuple(w_down.shape)}"
-    # torch accepts such a block under autocast; then it is for torch to run it.
+    # torch can run such a block under autocast, so leave it to torch.
     if not (w_up.dtype == w_down.dtype == w_gate.dtype and w_up.device == w_down.device == w_gate.device):
         return "the linears differ in dtype or device"
     return pieces
 
 
 def autocast_on_its_device(module: nn.Module) -> AbstractContextManager[Any]:
-    """Autocast for the device of a module's parameters, where there is one."""
+    """Autocast for the device of a module's parameters, if that device has it."""
     device = next((parameter.device.type for parameter in module.parameters()), "meta")
     return torch.autocast(device) if torch.amp.is_autocast_available(device) else nullcontext()
 
 
 def _holds_linear(module: nn.Module) -> bool:
-    """Whether ``module`` is a linear layer of any making, or wraps one, as LoRA does."""
+    """Whether ``module`` is a linear layer of any class, or wraps one, as LoRA does."""
     if isinstance(module, nn.Linear):
         return True
     return widths(module) is not None or any(isinstance(child, nn.Linear) for child in module.children())
 
 
 def find_runs(modules: Sequence[nn.Module]) -> Iterator[tuple[int, int, FFNPieces | str]]:
-    """(start, stop, FFN or reason) of every linear, activation, [dropout,] linear in a row; FFNs are disjoint."""
+    """(start, stop, FFN or reason) of every run of linear, activation, [dropout,] linear; FFNs do not overlap."""
     free = 0
     for start in range(len(modules) - 2):
         up, activation, third = modules[start : start + 3]
@@ -106,7 +106,7 @@ def find_runs(modules: Sequence[nn.Module]) -> Iterator[tuple[int, int, FFNPiece
         down = modules[stop - 1]
         if not (_holds_linear(up) and _holds_linear(down)):
             continue
-        # Two bare linears name a pair whatever is between them; two wrappers only around an activation.
+        # Two bare linears count as a pair whatever is between them, two wrappers only around an activation.
         bare = widths(up) is not None and widths(down) is not None and not _holds_linear(activation)
         if torch_module_activation(activation) is not None or bare:
             found = find_ffn(up, down, None, activation, dropout, False)
@@ -138,7 +138,8 @@ def find_by_rule(block: nn.Module, rule: FFNRule) -> FFNPieces | str:
 
 
 def identities(block: nn.Module, rule: FFNRule) -> tuple[str, ...]:
-    """The paths of what a block or a holder of its FFN has that gives what it is given: hooks may be attached to it."""
+    """The paths of the nn.Identity modules of a block and of the holders of its FFN's parts: hooks may be attached to
+    them."""
     holders = [("", block), *((f"{name}.", attribute(block, name)) for name, _ in rule.holder_paths)]
     return tuple(
         f"{path}{name}" for path, holder in holders for name, child in holder._modules.items()
@@ -147,13 +148,13 @@ def identities(block: nn.Module, rule: FFNRule) -> tuple[str, ...]:
 
 
 def next_children(block: nn.Module, rule: FFNRule) -> tuple[str, ...]:
-    """The paths at which lists of modules that hold parts of an FFN would have another one."""
+    """The path of the next element of each module list that holds parts of an FFN, to notice when one is appended."""
     holders = [(name, attribute(block, name)) for name, _ in rule.holder_paths]
     return tuple(f"{name}.{len(each)}" for name, each in holders if isinstance(each, (nn.ModuleList, nn.Sequential)))
 
 
 def why_not_whole(block: nn.Module, rule: FFNRule) -> str | None:
-    """What the block holds besides the parts of its FFN, or None."""
+    """A child or tensor of the block that is no part of its FFN, as a reason; None if there is none."""
     for path in identities(block, rule):
         if reason := why_not_read_past(attribute(block, path)):
             return f"its {path} {reason}"
@@ -171,7 +172,7 @@ def why_not_whole(block: nn.Module, rule: FFNRule) -> str | None:
 
 
 def why_not_held(block: nn.Module, rule: FFNRule) -> str | None:
-    """Why the parts of the FFN may not be read past the children that hold them, or None."""
+    """Why the children that hold the FFN's parts must be called themselves, or None."""
     for name, path in rule.holder_paths:
         holder = attribute(block, name)
         if class_path(type(holder)) != path:

@@ -1,4 +1,4 @@
-"""The class that `replace` gives to a language model whose loss can do without logits.
+"""The class that `replace` gives to a language model whose loss can be computed without logits.
 
 Its forward is the original one, run on a stand-in for the model: the last linear layer returns uncomputed
 :class:`Logits`, and the loss function computes the loss from their inputs, if they are still uncomputed. Anything else
@@ -29,7 +29,7 @@ from .reading.sources import codes_in
 from .reading.values import NotUnderstood
 from .saving import facts_of_head
 
-# What a model does instead of leaving its logits uncomputed, and why.
+# What a model does when it cannot leave its logits uncomputed, and why.
 _COMPUTES = "computes its logits"
 _MORE = "its forward does more with them than scale, cap and cast them before the loss"
 
@@ -48,7 +48,7 @@ def find_head(model: nn.Module) -> str | None:
         return None
     try:
         head = embeddings()
-    except Exception:  # of the user's class
+    except Exception:  # user code
         return None
     return next((name for name, child in model._modules.items() if child is head and name in read), None)
 
@@ -79,7 +79,7 @@ def why_class_stays(model: nn.Module) -> str | None:
 
 
 class FusedLossHead(ReplacedModule):
-    """Mixin of the classes of models that need no logits for their loss."""
+    """Mixin of the classes of models whose loss is computed without logits."""
 
     fused_head: ClassVar[str]
     fused_place_of_labels: ClassVar[int]
@@ -91,14 +91,14 @@ class FusedLossHead(ReplacedModule):
         return changed or why_head_left(self, self.fused_head) or why_not_now(*tensors)
 
     def run_fused(self, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What the original forward returns; with labels the logits wait until somebody asks for them."""
+        """What the original forward returns; with labels the logits are computed only when they are read."""
         place = self.fused_place_of_labels
         labels = args[place] if len(args) > place else kwargs.get("labels")
         if labels is None:
             return method(self, *args, **kwargs)
         head, function = getattr(self, self.fused_head), cast(Any, self).loss_function
         if is_dynamo_compiling():
-            # In evaluation results are logits, and a compiled model computes its results.
+            # In evaluation the logits are the result, and a compiled model computes all of its results.
             if not self.leaves_logits_in_traces():
                 return method(self, *args, **kwargs)
             # Dynamo guards what is read here.
@@ -106,8 +106,8 @@ class FusedLossHead(ReplacedModule):
                 return method(self, *args, **kwargs)
         else:
             reason = self.why_called()
-            # Off in inference mode, where nobody counts what is written into, and in the forward pass of an autograd
-            # Function, such as a reentrant checkpoint's, outside of which logits would have no gradient.
+            # Not in inference mode, which has no version counters, nor in the forward pass of an autograd Function,
+            # such as a reentrant checkpoint, outside of which the logits would have no gradient.
             if reason is not None or traced() or transformed() or not torch._C._is_fwd_grad_enabled():
                 if reason is not None:
                     say_once(self, reason, OWN_FORWARD)
@@ -116,12 +116,13 @@ class FusedLossHead(ReplacedModule):
         return inside.handed_out(method(inside.stand_in(method), *args, **kwargs))
 
     def leaves_logits_in_traces(self) -> bool:
-        """Whether a traced call goes without logits, for Dynamo to trace."""
+        """Whether a traced call leaves the logits uncomputed, for Dynamo to trace."""
         return self.training and torch.is_grad_enabled() and self.may_leave_logits_in_traces()
 
     @outside_of_traces
     def may_leave_logits_in_traces(self) -> bool:
-        """Whether a traced call may go without logits: not where torch computes the loss of any batch from them."""
+        """Whether a traced call may leave the logits uncomputed: not if torch computes the loss from them at any batch
+        size."""
         if self.why_called() is not None:
             return False
         _, _, path = facts_of_head(getattr(self, self.fused_head))
@@ -131,15 +132,15 @@ class FusedLossHead(ReplacedModule):
 class HeadInside:
     """The last linear layer and the loss function of a model, during one call of its forward.
 
-    Dynamo guards every global that it meets, and nothing of an object that is made while it traces: so what takes the
-    place of both are methods.
+    Dynamo guards every global that it reads, but nothing of an object that is created while it traces: so the
+    replacements for both are methods.
     """
 
     def __init__(self, model: nn.Module, name: str, head: nn.Linear, function: Callable[..., Tensor]) -> None:
         self.model, self.name, self.head, self.function = model, name, head, function
 
     def stand_in(self, method: Callable[..., Any]) -> StandIn:
-        """The model as its forward is to see it."""
+        """The model as its forward sees it."""
         head = StandIn(self.head, self.call_head, {})
         return StandIn(self.model, method, {self.name: head, "loss_function": self.call_loss})
 
@@ -151,7 +152,7 @@ class HeadInside:
         return self.head(*args, **options)
 
     def is_plain(self, x: Tensor) -> bool:
-        """Whether logits of x can wait. Dynamo tells tensors of other classes itself."""
+        """Whether the logits of x may stay uncomputed. Dynamo itself recognises tensor subclasses."""
         return is_dynamo_compiling() or (why_not_now(x) is None and not x.is_inference())
 
     def call_loss(self, *args: Any, **options: Any) -> Tensor:
@@ -180,7 +181,7 @@ class HeadInside:
         ignore_index: int,
         shift_labels: Tensor | None,
     ) -> Tensor | None:
-        """The loss without logits; None where the loss function takes them, which it does if torch computes both."""
+        """The loss without logits; None if the loss function must be given logits, as when torch computes both."""
         arithmetic = logits._arithmetic()
         if arithmetic is None or logits._values is not None:
             say_once(self.model, _MORE, _COMPUTES)
@@ -206,18 +207,18 @@ class HeadInside:
         return None if call.sees_through else divided(LINEAR_CROSS_ENTROPY.run(call, tensors), items)
 
     def handed_out(self, outputs: Any) -> Any:
-        """The outputs of the forward, with what their reader is to have in the place of logits."""
+        """The outputs of the forward, with uncomputed logits replaced by what the caller may use."""
         if not isinstance(outputs, (Logits, dict, list, tuple)) and dataclasses.is_dataclass(outputs):
             for field in dataclasses.fields(outputs):
                 value = getattr(outputs, field.name, None)
                 if (given := self.given_out(value)) is not value:
-                    # A frozen one, too.
+                    # Works for a frozen dataclass, too.
                     object.__setattr__(outputs, field.name, given)
             return outputs
         return self.given_out(outputs)
 
     def given_out(self, value: Any) -> Any:
-        """One of the outputs, or all of them: the same object where there are no logits in it."""
+        """One output, or a container of them: the same object if it contains no logits."""
         if isinstance(value, Logits):
             return self.in_place_of(value)
         if isinstance(value, (dict, list)):
@@ -237,10 +238,10 @@ class HeadInside:
         if logits._values is not None:
             return logits._values
         if is_dynamo_compiling():
-            # Where Dynamo gave up on the model's call, it was asked there as if nothing was compiled.
+            # After a graph break in the model's call, the eager rule decided that, not this one.
             left = cast(FusedLossHead, self.model).leaves_logits_in_traces()
             return NO_LOGITS if left else logits._tensor("in a compiled model")
-        # Nor is what makes a tensor without memory for Dynamo to trace, frame by frame.
+        # Dynamo must not trace, frame by frame, the code that makes a tensor without memory.
         callback = torch._C._dynamo.eval_frame.set_eval_frame(None)
         try:
             return LazyLogits.of_loss(logits)
@@ -249,10 +250,11 @@ class HeadInside:
 
 
 class StandIn:
-    """A module as the method sees it: its attributes, but for ``others``; calls go to ``function``, with it as self."""
+    """A module as the method sees it: its attributes, except for ``others``; calls go to ``function``, with it as
+    self."""
 
     def __init__(self, module: nn.Module, function: Callable[..., Any], others: dict[str, Any]) -> None:
-        # Past __setattr__, and not by __dict__.update, which Dynamo of torch 2.11 does not trace.
+        # Bypasses __setattr__; not __dict__.update, which torch 2.11's Dynamo cannot trace.
         for name, value in {"_fused_module": module, "_fused_function": function, **others}.items():
             object.__setattr__(self, name, value)
 
@@ -272,6 +274,6 @@ class StandIn:
 
 
 def head_class(original: type[nn.Module], name: str) -> type[FusedLossHead]:
-    """The class for models of this one, whose last linear layer has this name."""
+    """The class for models of class ``original`` whose last linear layer has this name."""
     _, *arguments = inspect.signature(original.forward).parameters
     return fused_class(FusedLossHead, original, fused_head=name, fused_place_of_labels=arguments.index("labels"))

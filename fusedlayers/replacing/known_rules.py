@@ -1,7 +1,7 @@
-"""Blocks whose forward hides in kernels what it computes, so that their source does not show it: rules by class.
+"""Rules by class for blocks whose forward calls custom kernels, so that their source does not show the formula.
 
-Of Liger-Kernel, whose blocks take the place of a model's own. Its class for Falcon H1 has factors in its FFN, and the
-tiled ones are there to be run tile by tile: they are called.
+All are Liger-Kernel's, whose blocks replace a model's own. Its Falcon H1 block scales inside the FFN, and its tiled
+blocks are meant to run tile by tile: these have no rule and are called as they are.
 """
 
 from __future__ import annotations

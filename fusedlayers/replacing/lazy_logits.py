@@ -1,4 +1,4 @@
-"""The logits that a model returns beside a loss that was computed without them: a tensor whose numbers come late."""
+"""The logits that a model returns beside a loss computed without them: a tensor that is computed on first use."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_iter
 from .logits import Logits
 
 _ATEN = torch.ops.aten
-# What a tensor tells without its numbers.
+# Attributes of a tensor that do not need its values.
 _FACTS = (
     "shape", "dtype", "device", "layout", "ndim", "requires_grad", "is_leaf", "grad_fn", "grad", "retains_grad",
     "is_cuda", "is_cpu", "is_meta", "is_sparse", "is_nested", "is_quantized", "output_nr", "_base",
@@ -25,7 +25,7 @@ _ASKED = (
     "dim", "size", "numel", "stride", "storage_offset", "element_size", "is_contiguous", "is_floating_point",
     "is_complex", "is_inference", "__len__", "requires_grad_",
 )  # fmt: skip
-# Casts, which `__torch_dispatch__` leaves uncomputed where it can.
+# Casts, which `__torch_dispatch__` keeps lazy where it can.
 _CASTS = ("float", "to", "contiguous")
 _WITHOUT_NUMBERS = frozenset(
     [getattr(Tensor, name).__get__ for name in _FACTS]
@@ -33,24 +33,24 @@ _WITHOUT_NUMBERS = frozenset(
     + [torch.numel, torch.is_floating_point, torch.is_complex]
     + [Tensor.register_hook, Tensor.retain_grad, torch.autograd.grad, torch.autograd.backward]
 )
-# How autograd Functions hand on a tensor that they only pass through, such as DDP's. Anybody else who calls these wants
-# the numbers of now.
+# How autograd Functions such as DDP's pass a tensor through. Outside of a Function, a caller of these wants the current
+# values.
 _HANDED_ON = frozenset([Tensor.detach, Tensor.clone, Tensor.view_as])
-# These put a hook on every output of a model, to learn when its backward pass begins; the loss has one, too.
+# These put a hook on every output of a model to learn when its backward pass begins; the loss has one, too.
 _WATCHERS = ("torch.distributed.", "lightning.", "pytorch_lightning.")
 
 
 class LazyLogits(Tensor):
     """Logits that nobody has used yet, as a tensor.
 
-    Whatever a tensor can tell without its numbers is right from the beginning, and autograd knows what it follows from.
-    The first use of its numbers computes them into memory of its own. ``__torch_function__`` sees the uses in Python,
+    Everything that a tensor knows without its values is right from the beginning, and autograd knows its inputs. The
+    first use of its values computes them into its own memory. ``__torch_function__`` sees uses in Python,
     ``__torch_dispatch__`` those inside of torch: vmap, collectives, derivatives.
     """
 
     # None once they are computed.
     _logits: Logits | None
-    # Whether it is what the loss would have been computed from.
+    # Whether the loss would have been computed from it.
     _of_loss: bool
 
     @staticmethod
@@ -72,7 +72,7 @@ class LazyLogits(Tensor):
         logits = self._logits
         if logits is None:
             return
-        # Whatever mode or transform its first user is in, the others are not.
+        # Not under the modes and transforms of the first user: later users may have others.
         with temporarily_clear_interpreter_stack(), torch.inference_mode(False), torch.no_grad():
             values = logits._without_gradient(use)
             with _below():
@@ -110,13 +110,13 @@ class LazyLogits(Tensor):
             return function(*args, **options)
 
     def _plain(self, use: str) -> Tensor:
-        """The numbers, in the same memory, as a tensor of torch's own class, without a past."""
+        """The values, in the same memory, as a plain leaf tensor."""
         self._compute(use)
         with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
             plain = self.detach()
         return plain.requires_grad_(self.requires_grad)
 
-    # These two torch refuses to subclasses.
+    # torch refuses these two for subclasses.
     def numpy(self, **options: Any) -> Any:
         """``Tensor.numpy``."""
         return self._plain("in numpy").numpy(**options)
@@ -139,12 +139,12 @@ class LazyLogits(Tensor):
         return made
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        # Wherever it goes, what it would be computed from does not go with it.
+        # A copy or pickle does not carry the logits' inputs along.
         return self._plain("in a copy").__reduce_ex__(protocol)
 
 
 class _Late(torch.autograd.Function):
-    """Logits of x and a weight, of which nothing but the gradients is computed here."""
+    """Logits of x and a weight: only their gradients are computed here."""
 
     @staticmethod
     def forward(ctx: Any, logits: Logits, x: Tensor, weight: Tensor, bias: Tensor | None) -> LazyLogits:
@@ -168,13 +168,13 @@ class _Late(torch.autograd.Function):
 
 @contextmanager
 def _below() -> Iterator[None]:
-    """Calls in torch alone, past both protocols."""
+    """Calls that bypass both protocols."""
     with torch._C.DisableTorchFunctionSubclass(), torch._C._DisableTorchDispatch():
         yield
 
 
 def _check_gradients(function: Any, args: tuple[Any, ...], options: dict[str, Any]) -> None:
-    """Raises an error where somebody asks for the gradient of the loss with respect to the logits."""
+    """Raise an error if somebody asks for the gradient of the loss with respect to the logits."""
     if function is Tensor.register_hook:
         hook = args[1] if len(args) > 1 else options.get("hook")
         defined_in = getattr(getattr(hook, "func", hook), "__module__", None) or ""
@@ -200,7 +200,7 @@ def _compute_all(given: Any, use: str) -> None:
 
 
 def _like(logits: Logits, **options: Any) -> Logits | None:
-    """A copy, another dtype perhaps."""
+    """A copy, possibly cast to float32."""
     wanted = {name: value for name, value in options.items() if value is not None and value is not False}
     if wanted.pop("memory_format", torch.preserve_format) not in (torch.preserve_format, torch.contiguous_format):
         return None
@@ -209,7 +209,7 @@ def _like(logits: Logits, **options: Any) -> Logits | None:
     return logits._after(("to", torch.float32)) if wanted == {"dtype": torch.float32} else None
 
 
-# The operations whose results wait, too; None where they do not. What shares the memory shares the numbers.
+# Operations whose results stay lazy; None if not. Results that share the memory share the logits.
 _LAZILY: dict[Any, Callable[..., Logits | None]] = {
     _ATEN.detach.default: lambda logits: logits,
     _ATEN.alias.default: lambda logits: logits,

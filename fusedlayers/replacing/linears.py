@@ -1,4 +1,4 @@
-"""The class that `replace` gives to the linears that a :class:`LinearRule` takes."""
+"""The class that `replace` gives to the linears that match a :class:`LinearRule`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from .blocks import OWN_FORWARD, ReplacedModule, restored_method
 
 
 class FusedSplitKLinear(ReplacedModule, SplitKLinear):
-    """An ``nn.Linear`` that computes as :class:`SplitKLinear`; the options are the class's."""
+    """An ``nn.Linear`` that computes as :class:`SplitKLinear`, with options as class attributes."""
 
     fused_from = nn.Linear
     split_k = "auto"

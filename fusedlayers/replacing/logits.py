@@ -1,4 +1,4 @@
-"""Logits that nobody has computed yet: what the last linear layer of a model gives while its loss needs none."""
+"""Logits that nobody has computed yet: what the last linear layer of a model returns while its loss needs none."""
 
 from __future__ import annotations
 
@@ -13,50 +13,49 @@ from torch.utils._pytree import tree_map_only
 
 # torch.is_autocast_enabled raises for these, and no release's Dynamo traces torch.amp.is_autocast_available.
 _WITHOUT_AUTOCAST = ("meta", "lazy", "vulkan")
-# A softcap, or None, and a scale.
+# (softcap or None, scale).
 _Arithmetic = tuple["float | None", float]
-# Its name, and the number or the dtype that it takes.
+# (name, number or dtype).
 _Step = tuple[str, Any]
-# By the names of functions and methods.
+# Names of functions and methods.
 _PRODUCTS = ("mul", "multiply", "__mul__", "__rmul__")
 _QUOTIENTS = ("div", "divide", "true_divide", "__truediv__")
 
 
 class Logits:
-    """What a linear layer makes of x, and what was done to it since, step by step.
+    """The output of a linear layer for x, and the steps applied to it since.
 
-    The loss of a linear layer can take some steps over, and these leave it uncomputed: factors, the hyperbolic tangent
-    of a softcap, a cast to float32. It is no tensor: any other use as one computes it, once, under the modes in which
-    it came to be.
+    Steps that ``linear_cross_entropy`` can apply itself leave it uncomputed: factors, the tanh of a softcap, a cast to
+    float32. It is not a tensor: any other use as one computes it, once, under the modes of its creation.
     """
 
     def __init__(self, x: Tensor, weight: Tensor, bias: Tensor | None, steps: tuple[_Step, ...] = ()) -> None:
         self._x, self._weight, self._bias, self._steps = x, weight, bias, steps
         self._modes = self._modes_now()
         self._values: Tensor | None = None
-        # None where Dynamo traces, and nobody counts.
+        # None where Dynamo traces: tensors have no version counters there.
         self._versions = None if torch.compiler.is_compiling() else self._versions_now()
 
     def _modes_now(self) -> tuple[bool, torch.dtype | None]:
-        """Whether gradients are wanted, and autocast's dtype where it is on, in calls that Dynamo can trace."""
+        """(grad mode, autocast's dtype or None), in calls that Dynamo can trace."""
         kind = self._x.device.type
         autocast = kind not in _WITHOUT_AUTOCAST and torch.is_autocast_enabled(kind)
         return torch.is_grad_enabled(), torch.get_autocast_dtype(kind) if autocast else None
 
     def _autocast(self) -> AbstractContextManager[object]:
-        """Autocast as it was at the beginning."""
+        """Autocast as it was when the logits were created."""
         dtype = self._modes[1]
         if self._modes_now()[1] == dtype:
             return nullcontext()
         return torch.autocast(self._x.device.type, dtype, enabled=dtype is not None)
 
     def _versions_now(self) -> tuple[tuple[int, bool], ...]:
-        """How often each tensor was written into, and whether its memory is there: FSDP2 frees that of a weight."""
+        """(version counter, whether the memory is there) of each tensor: FSDP2 frees that of a weight."""
         tensors = [each for each in (self._x, self._weight, self._bias) if each is not None]
         return tuple((each._version, bool(each.untyped_storage().nbytes())) for each in tensors)
 
     def _before(self, use: str) -> None:
-        """Raises an error where it is too late to compute them for this ``use``."""
+        """Raise an error if it is too late to compute them for this ``use``."""
         if torch.compiler.is_compiling():
             return
         if self._versions is None:
@@ -74,7 +73,8 @@ class Logits:
             self._before(use)
             off = not (torch.is_grad_enabled() or torch._C._is_fwd_grad_enabled() or torch.is_inference_mode_enabled())
             if self._modes[0] and off:
-                # Both are off in the forward pass of an autograd Function, which took this for no tensor.
+                # Both modes are off in the forward pass of an autograd Function, which does not see this object as a
+                # tensor.
                 raise RuntimeError(
                     f"a torch.autograd.Function was given the logits ({use}), whose gradient would be lost: replace "
                     "the model with loss=False"
@@ -85,7 +85,7 @@ class Logits:
 
     def _computed_from(self, x: Tensor, weight: Tensor, bias: Tensor | None, steps: tuple[_Step, ...]) -> Tensor:
         if self._modes[1] is not None:
-            # Written out, because autocast is not at work below autograd, where LazyLogits may compute.
+            # Explicit casts, because autocast does not act below autograd, where LazyLogits may compute.
             dtype = self._dtype_after(())
             x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
         values = F.linear(x, weight, bias)
@@ -99,7 +99,7 @@ class Logits:
         return values
 
     def _gradient_before_steps(self, dy: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """The gradient of what the linear layer gives, of that of the logits."""
+        """The gradient of the linear layer's output, given the gradient of the logits."""
         for place, (step, value) in reversed(tuple(enumerate(self._steps))):
             if step == "mul":
                 dy = dy * value
@@ -113,7 +113,8 @@ class Logits:
         return dy
 
     def _without_gradient(self, use: str) -> Tensor:
-        """The tensor, computed because of this ``use``, for whoever keeps its gradient himself."""
+        """The tensor, computed because of this ``use``, without a graph: for callers with a backward pass of their
+        own."""
         if self._values is None:
             self._before(use)
             with torch.no_grad(), self._autocast():
@@ -121,15 +122,15 @@ class Logits:
         return self._values
 
     def _then(self, step: str, value: Any = None) -> Logits | None:
-        """The logits after one more step; None where they are to be computed."""
+        """The logits after one more step; None if they must be computed for it."""
         if self._values is not None or torch.is_grad_enabled() is not self._modes[0]:
             return None
         return self._after((step, value))
 
     def _after(self, *steps: _Step) -> Logits:
-        """The logits after these steps more, and not computed."""
+        """The logits after these further steps, still uncomputed."""
         after = Logits(self._x, self._weight, self._bias, (*self._steps, *steps))
-        # As they were at the beginning: autocast may be off when somebody casts the result.
+        # As at creation: autocast may be off when somebody casts the result.
         after._modes, after._versions = self._modes, self._versions
         return after
 
@@ -164,7 +165,7 @@ class Logits:
         return getattr(self._tensor(f"its {name}"), name)
 
     def _own_dtype(self) -> torch.dtype:
-        """The dtype that they will have."""
+        """The dtype of the logits once computed."""
         return self._dtype_after(self._steps)
 
     def _dtype_after(self, steps: tuple[_Step, ...]) -> torch.dtype:
@@ -184,7 +185,7 @@ class Logits:
         return self._tensor("in tanh").tanh() if after is None else after
 
     def contiguous(self) -> Any:
-        """``Tensor.contiguous``: they will be."""
+        """``Tensor.contiguous``: uncomputed logits will be."""
         return self if self._values is None else self._values.contiguous()
 
     def float(self) -> Any:
@@ -192,7 +193,7 @@ class Logits:
         return self.to(torch.float32)
 
     def to(self, *args: Any, **kwargs: Any) -> Any:
-        """``Tensor.to``, which leaves them uncomputed where it asks for nothing but float32."""
+        """``Tensor.to``; a cast to float32 alone leaves them uncomputed."""
         if args == (torch.float32,) and not kwargs:
             after = self if self._values is None and self._own_dtype() is torch.float32 else self._then("to", args[0])
             if after is not None:
@@ -200,7 +201,7 @@ class Logits:
         return self._tensor("in to").to(*args, **kwargs)
 
     def _arithmetic(self) -> _Arithmetic | None:
-        """The softcap and the scale of ``linear_cross_entropy`` that amount to the steps; None where none do."""
+        """The softcap and the scale of ``linear_cross_entropy`` that equal the steps; None if there are none."""
         factor, divisor, cap, cap_divisor, capped = 1.0, 1.0, 1.0, 1.0, False
         for step, value in self._steps:
             if step == "tanh":
@@ -215,10 +216,10 @@ class Logits:
                 return None
         if not divisor or not cap_divisor:
             return None
-        # What is divided by and multiplied with the same number is to come out as 1.
+        # Multiply before dividing, so that a number over itself gives exactly 1.
         softcap = cap / cap_divisor
         scale = factor * softcap / divisor if capped else factor / divisor
-        # Neither infinite nor NaN.
+        # scale - scale is NaN for infinities and NaN.
         if scale - scale != 0 or not 0 < softcap < float("inf"):
             return None
         return (softcap if capped else None), scale
@@ -242,14 +243,14 @@ for _name in (*(side + name for name in _NUMERIC for side in ("", "r", "i")), *_
 
 
 def computed(values: Any, use: str) -> Any:
-    """``values``, however nested, with tensors in the place of logits."""
+    """``values``, however nested, with uncomputed logits replaced by tensors."""
     if isinstance(values, Tensor):
         return values
     return tree_map_only(Logits, lambda each: each._tensor(use), values)
 
 
 class NoLogits:
-    """What stands where a compiled model would give its logits: every use is an error that says why."""
+    """Stands in for the logits of a compiled model: every use is an error that says why."""
 
     why = (
         "the logits were not computed: a compiled model in training computes the loss alone. Replace the model with "

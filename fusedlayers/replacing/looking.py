@@ -1,4 +1,4 @@
-"""Whether the forward of a model looks at what stands in for the model, its last linear layer and its logits."""
+"""Whether the forward of a model could tell the stand-ins for the model, its last linear layer and its logits apart."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from torch import nn
 from .reading.sources import tree_of
 from .reading.values import NotUnderstood
 
-# What tells logits that nobody has computed from a tensor.
+# Functions that can tell uncomputed logits from a tensor.
 _LOOKING = (isinstance, issubclass, type, vars, dir, id, hash, callable, torch.is_tensor)
 
 
 class Looks:
-    """What a function does that tells a stand-in from a module, or uncomputed logits from a tensor.
+    """What a function does that could tell a stand-in from a module, or uncomputed logits from a tensor.
 
     Args:
-        owner: the module whose method it is; None: it is no method.
-        function: it itself.
-        head: the name of the last linear layer of a stand-in; None: the function is given the module, and logits.
+        owner: the module whose method it is; None: a plain function.
+        function: the function.
+        head: the name of the model's last linear layer; None: the function is given the real module, and logits.
 
     Raises:
-        NotUnderstood: there is no source to look at.
+        NotUnderstood: its source is not available.
     """
 
     def __init__(self, owner: Any, function: Any, head: str | None, seen: tuple[Any, ...] = ()) -> None:
@@ -44,7 +44,7 @@ class Looks:
         self.reason = next((reason for node in nodes for reason in self._reasons(node)), None)
 
     def _assigned(self, node: Any) -> Iterator[str]:
-        """The variables that this assigns logits to."""
+        """The variables to which this node assigns logits."""
         value = getattr(node, "iter", getattr(node, "value", None))
         if isinstance(value, ast.expr) and self._holds(value):
             for target in getattr(node, "targets", [getattr(node, "target", ast.Pass())]):
@@ -75,13 +75,13 @@ class Looks:
         return any(self._holds(each) for each in (*node.args, *(each.value for each in node.keywords)))
 
     def _is_taken(self, function: ast.expr) -> bool:
-        """Whether a function gives none of the logits that it takes: the loss, or a class for results."""
+        """Whether a call returns none of the logits that it is given: the loss function, or a class for results."""
         if isinstance(function, ast.Attribute) and self._is_own(function.value) and function.attr == "loss_function":
             return True
         return isinstance(self._found(function), type)
 
     def _found(self, node: ast.expr) -> Any:
-        """What a name or an attribute is, around the function or in its module; None where nobody knows."""
+        """What a name or an attribute refers to, in the enclosing functions or the module; None if unknown."""
         if isinstance(node, ast.Attribute):
             return getattr(self.owner if self._is_own(node.value) else self._found(node.value), node.attr, None)
         code = self.function.__code__
@@ -111,7 +111,7 @@ class Looks:
                 yield f"its forward gives its logits to `{ast.unparse(node.func)}`, which may look at them"
 
     def _may_look(self, called: Any) -> bool:
-        """Whether a function of the user's that is given logits looks at them, or nobody knows."""
+        """Whether a user's function that is given logits inspects them, or cannot be read."""
         owner = called if isinstance(called, nn.Module) else getattr(called, "__self__", None)
         function: Any = getattr(called, "__func__", called)
         if isinstance(called, nn.Module):
@@ -128,6 +128,6 @@ def _is_stored(node: ast.Name | ast.Attribute) -> bool:
 
 
 def _sees_through(function: Any) -> bool:
-    """Whether a function takes logits for the tensor that they would be: torch's do, and what is built into Python."""
+    """Whether a function treats logits like the tensor that they would be, as torch's functions and built-ins do."""
     module = getattr(function, "__module__", None) or ""
     return isinstance(function, types.BuiltinFunctionType) or module.partition(".")[0] == "torch"

@@ -1,8 +1,8 @@
 """The class that `replace` gives to norms: the original class, with a forward that runs torch's fused norm.
 
-Torch's norms keep the input and a number or two of each row for the backward pass, and read and write it once. Written
-out in operations, as in most models, a norm in sixteen bits moves some five times the bytes, and keeps three times.
-A compiled model gets the original forward: the compiler fuses it with what surrounds it.
+Torch's fused norms save the input and one or two numbers per row for the backward pass, read the input once and write
+the result once. Written as several operations, as in most models, a norm in 16 bits moves about five times the bytes
+and saves three times as many. A compiled model runs the original forward: the compiler fuses it with its surroundings.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class FusedNorm(ReplacedModule):
         return "it takes one tensor" if len(tensors) != 1 else self.why_not_fused(tensors[0])
 
     def why_not_fused(self, x: Any) -> str | None:
-        """Why the fused norm does not run for x and the parameters as they are now, or None."""
+        """Why the fused norm cannot run for x and the current parameters, or None."""
         norm = self.fused_norm
         if reason := self.why_fused_class_changed():
             return reason
@@ -71,7 +71,7 @@ class FusedNorm(ReplacedModule):
 
 
 def why_norm_left(module: nn.Module, norm: Norm) -> str | None:
-    """Why a module that computes this norm stays as it is, with parameters of the dtype that they have; or None."""
+    """Why a module that computes this norm stays as it is, given its parameters' dtypes; or None."""
     if "forward" in vars(module):
         return "has a forward of its own, set on the instance"
     own = {each.dtype for each in module.parameters()} or {torch.get_default_dtype()}

@@ -1,4 +1,4 @@
-"""Which class `replace` gives to a module: by a built-in pattern, a rule of the user, or what the module computes."""
+"""Which class `replace` gives to a module: by a built-in pattern, by a user's rule, or by what its source computes."""
 
 from __future__ import annotations
 
@@ -36,16 +36,17 @@ _BUILT_IN: dict[type[nn.Module], type[FusedBlock]] = {
 
 
 def _are_of_one_class(rule: FFNRule, other: FFNRule) -> bool:
-    """Whether two rules speak of one class, by itself or by its path; inside of functions classes may share a path."""
+    """Whether two rules are for one class. Two classes are compared themselves: those defined in functions may share a
+    path."""
     if isinstance(rule.module_class, type) and isinstance(other.module_class, type):
         return rule.module_class is other.module_class
     return rule.class_path == other.class_path
 
 
 class Patterns:
-    """The built-in patterns, the rules of the user, and what other modules are found to compute.
+    """The built-in patterns, the user's rules, and what the sources of other modules compute.
 
-    Modules are asked for from the innermost ones on: the linears of an FFN are no part of another one.
+    Ask about the innermost modules first: the linears of one FFN are not part of another.
 
     Raises:
         ValueError: two rules for one class, or a rule for a class that needs none.
@@ -54,12 +55,12 @@ class Patterns:
     def __init__(self, rules: Sequence[FFNRule], recompute: Literal["auto"] | bool | int) -> None:
         self.rules: dict[type[nn.Module] | str, FFNRule] = {}
         self.recompute = recompute
-        # The linears of the FFNs that were found so far, fused or not.
+        # The linears of the FFNs found so far, fused or not.
         self.taken: set[nn.Module] = set()
-        # What modules alike were found to compute, and what each of them was.
+        # What modules of equal signature compute, and what each module computes.
         self._alike: dict[Hashable, FFNRule | str | None] = {}
         self._found: dict[nn.Module, FFNRule | str | None] = {}
-        # Modules whose rules say something else than their source -> what that says.
+        # Modules whose rule contradicts their source -> what the source computes.
         self._refused: dict[nn.Module, str] = {}
         known = {class_path(kind) for kind in _BUILT_IN}
         for rule in rules:
@@ -72,19 +73,19 @@ class Patterns:
             self.rules[kind] = rule
 
     def rule_for(self, module: nn.Module) -> FFNRule | None:
-        """The rule for a module: the user's or ours for exactly its class, or what it was found to compute."""
+        """The rule for a module: the user's or ours for exactly its class, or one read from its source."""
         if rule := KNOWN_RULES.get(class_path(type(module))):
             return rule
         found = self._recognised(module)
         return found if isinstance(found, FFNRule) else None
 
     def trusts(self, module: nn.Module) -> bool:
-        """Whether a rule of the user's is believed of a module without a look at its source."""
+        """Whether a user's rule for the module is trusted without reading its source."""
         rule = self._rule_of_the_user(type(module))
         return rule is not None and rule.trusted
 
     def _recognised(self, module: nn.Module) -> FFNRule | str | None:
-        """What a module was found to compute, or why it was left; None: there is nothing to say."""
+        """What a module computes, or why it is left; None: nothing to report."""
         if module not in self._found:
             self._found[module] = self._recognise(module)
         return self._found[module]
@@ -131,23 +132,23 @@ class Patterns:
         return fused_class(mixin, kind, fused_rule=rule, fused_recompute=self.recompute)
 
     def is_one_ffn(self, sequential: nn.Module) -> bool:
-        """Whether an ``nn.Sequential`` is an FFN although no linear, activation, linear is in a row: GLUs hide them."""
+        """Whether an ``nn.Sequential`` is an FFN without a run of linear, activation, linear: a GLU may hide it."""
         runs = [found for _, _, found in find_runs(list(sequential.children()))]
         if any(isinstance(found, FFNPieces) for found in runs):
             return False
         rule = self.rule_for(sequential)
-        # Between two linears may be a GLU, too, which was read; what else keeps a run from being fused may go.
+        # There may be a GLU between two linears, which was read; other reasons against a run may disappear later.
         return rule is not None and (not runs or bool(rule.holders))
 
     def why_class_stays(self, block: nn.Module, fused: type[FusedBlock]) -> str | None:
-        """What in the block itself, not in its children, keeps it from getting the class ``fused``; or None."""
+        """Why the block itself, apart from its children, cannot get the class ``fused``; or None."""
         methods = ["forward", "_ff_block"] if issubclass(fused, FusedTransformerLayer) else ["forward"]
         rule = self.rule_for(block)
         if rule is not None and rule.inside is not None:
             if not callable(getattr(type(block), rule.inside, None)):
                 return f"has no method {rule.inside!r}, which the rule names"
             methods.append(rule.inside)
-        # A rule is believed, whatever the methods are made of: the user's, or what the methods were found to compute.
+        # With a rule the methods may be patched: it is trusted, or was read from the patched methods.
         believed = rule is not None
         for method in methods:
             if method in vars(block):
@@ -162,7 +163,7 @@ class Patterns:
         return None
 
     def why_left(self, module: nn.Module) -> str | None:
-        """Why a module to which no class is given deserves a line in the report, or None."""
+        """The reason to report for a module that is left, or None."""
         if isinstance(module, FusedBlock) and module.fused_recompute != self.recompute:
             return f"already fused, with recompute={module.fused_recompute!r}; restore it first to change that"
         if isinstance(module, FusedBlock) and (reason := module.why_fused_class_changed()):

@@ -1,8 +1,8 @@
-"""What a block computes, read from the source of its methods: a rule for its FFN, or why there is none.
+"""Reads what a block computes from the source of its methods: a rule for its FFN, or why there is none.
 
-Where the whole forward is read, and computes an FFN of its input, the rule is for the whole block: for every input,
-mode and dtype, as a symbol stood for it. Of a longer method only the way from one linear to another is read, and the
-method gets one call in the place of its FFN.
+If the whole forward computes an FFN of its input, the rule is for the whole block: it holds for every input, mode and
+dtype, as the input was a symbol. Of a longer method only the part from one linear to another is read, and the method
+gets one call in place of its FFN.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _SEVERAL = "does not take exactly one tensor"
 
 
 class Site(NamedTuple):
-    """A linear of a block by its path: the block's own, or the one of a child."""
+    """A linear of a block by its path: the block's own, or a child's."""
 
     path: str
     inputs: int
@@ -42,26 +42,27 @@ class Site(NamedTuple):
 
 
 def candidates(block: nn.Module, taken: set[nn.Module]) -> list[Site]:
-    """The linears of a block that may make an FFN of its own: its own, and its children's own; none in ``taken``."""
+    """The linears of a block, and of its direct children, that may form an FFN; none if in ``taken``."""
     found: list[Site] = []
     for name, child in block.named_children():
         inside = [("", child)] if sizes_of_linear(child) else list(linears(child))
         if any(linear in taken for _, linear in inside):
             continue
         if not isinstance(child, (nn.ModuleList, nn.ModuleDict)):
-            # What its own children hold is theirs.
+            # What the child's own children hold is theirs.
             inside = [(path, linear) for path, linear in inside if "." not in path]
         found += [Site(f"{name}.{path}".rstrip("."), *sizes_of_linear(linear)) for path, linear in inside]  # type: ignore[misc]
     return found
 
 
 def _fit(up: Site, down: Site) -> bool:
-    """Whether one linear takes what another one gives, or half of it."""
+    """Whether ``down`` can take the output of ``up``, or half of it."""
     return up.outputs in (down.inputs, 2 * down.inputs)
 
 
 def recognise(block: nn.Module, taken: set[nn.Module]) -> FoundRule | str | None:
-    """The rule of the FFN that a block computes; why it is not fused, if it may have one; None: it has no linears.
+    """The rule of the FFN that a block computes; why it is not fused, if it may have one; None if no linears fit
+    together.
 
     ``taken`` are the linears of FFNs inside of the block.
     """
@@ -79,7 +80,7 @@ def recognise(block: nn.Module, taken: set[nn.Module]) -> FoundRule | str | None
             rule = _tried(lambda n=name, f=ffn, r=reader: _inside(block, n, f, r), name, reasons)  # type: ignore[misc]
             if rule is not None:
                 return rule
-    # That a layer takes more than one tensor is no reason for what is inside of it.
+    # A layer with several inputs may still hold an FFN: report that reason only if there is no other.
     said = [reason for reason in reasons if _SEVERAL not in reason]
     return next(iter((*said, *reasons)), None)
 
@@ -118,12 +119,12 @@ def _whole_block(block: nn.Module, width: int) -> FoundRule:
 
 
 def _forwards(block: nn.Module, rule: FoundRule) -> list[tuple[type[nn.Module], str]]:
-    """The methods that were read of the children that hold parts of the FFN, or compute something on the way."""
+    """The forwards of the children that hold parts of the FFN, or compute something in between."""
     return [(type(attribute(block, path)), "forward") for path, _ in rule.holders]
 
 
 def checked(block: nn.Module, rule: FFNRule) -> FoundRule | str:
-    """A rule of the user's with what was read for it, or what the source of the block says instead."""
+    """A user's rule with the conditions that were read for it, or how the source of the block differs."""
     up, method = attribute(block, rule.up), rule.inside or "forward"
     sizes = sizes_of_linear(up) if isinstance(up, nn.Module) else None
     functions = dict(functions_of(type(block)))
@@ -133,7 +134,7 @@ def checked(block: nn.Module, rule: FFNRule) -> FoundRule | str:
     known = torch_module_activation(attribute(block, rule.activation, rule.activation)) is not None
     values: dict[str, Any] = {name: getattr(rule, name) for name in _FIELDS}
     if sizes is None or several or method not in functions or not plain or not known or why_not_held(block, rule):
-        # What is wrong with it is said when its parts are looked for.
+        # The error is reported when its parts are looked up.
         return FoundRule(**values)
     reasons: list[str] = []
     found: list[FoundRule] = []
@@ -146,7 +147,7 @@ def checked(block: nn.Module, rule: FFNRule) -> FoundRule | str:
     said = _parts_of(block, rule)
     for each in found:
         read = _parts_of(block, each)
-        # A trusted rule may say otherwise how the hidden is made.
+        # A trusted rule may describe the hidden differently.
         if read == said or (rule.trusted and all(read[name] == said[name] for name in ("up", "gate", "down"))):
             is_formula = each.is_formula and attribute(block, rule.activation) is None
             named = FoundRule(**values, conditions=each.conditions, edits=each.edits, is_formula=is_formula)
@@ -157,7 +158,7 @@ def checked(block: nn.Module, rule: FFNRule) -> FoundRule | str:
 
 
 def _parts_of(block: nn.Module, rule: FFNRule) -> dict[str, str | None]:
-    """What a rule says of a block, without what the block has not."""
+    """The parts that a rule names, without those that the block does not have."""
     names = {name: getattr(rule, name) for name in ("up", "gate", "down", "gate_rows", "dropout", "output_dropout")}
     for name in ("gate", "dropout", "output_dropout"):
         if names[name] is not None and isinstance(attribute(block, names[name]), (type(None), nn.Identity)):
@@ -169,14 +170,15 @@ _FIELDS = tuple(name for name in FFNRule.__dataclass_fields__ if name != "_")
 
 
 def _required(function: Callable[..., Any]) -> int:
-    """How many parameters besides self have no default."""
+    """The number of parameters without a default, besides self."""
     parameters = list(inspect.signature(function).parameters.values())[1:]
     variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     return sum(each.default is each.empty and each.kind not in variadic for each in parameters)
 
 
 def _methods(block: nn.Module, paths: set[str]) -> Iterator[tuple[str, Callable[..., Any]]]:
-    """The forward of a block, and methods that it may call, if they name one of these linears or what holds one."""
+    """The forward of a block and the methods that it may call, if they name one of these linears or a module that holds
+    one."""
     heads = {path.partition(".")[0] for path in paths}
     methods = dict(functions_of(type(block)))
     left, seen = ["forward"], {"forward"}
@@ -195,7 +197,7 @@ def _methods(block: nn.Module, paths: set[str]) -> Iterator[tuple[str, Callable[
 def _ffns_in(
     block: nn.Module, method: Callable[..., Any], allowed: set[str], reasons: list[str]
 ) -> Iterator[tuple[FFN, Reader]]:
-    """The FFNs that are computed somewhere in a method, of these linears, which are called for nothing else."""
+    """The FFNs of these linears that a method computes anywhere, if the linears are called for nothing else."""
     reader = Reader(block, lenient=True)
     try:
         reader.read(inspect.unwrap(method))
@@ -222,7 +224,7 @@ def _ffns_in(
         found.setdefault(parts, []).append(ffn)
     for (up, down, gate, *_), ffns in found.items():
         paths = {path for path in (up, down, gate) if path is not None}
-        # A method may run its FFN several times, and its last linear for something else.
+        # A method may run its FFN several times, and call its last linear for something else, too.
         if paths <= allowed and (used := (paths - {down}) & reader.escaped):
             reasons.append(f"its {' and '.join(sorted(used))} gives a hidden that is used for something else, too")
         elif paths <= allowed and all(called.count(path) == len(ffns) for path in paths - {down}):
@@ -230,7 +232,7 @@ def _ffns_in(
 
 
 def _inside(block: nn.Module, method: str, ffn: FFN, reader: Reader) -> FoundRule:
-    """The rule of an FFN that is a part of a method."""
+    """The rule of an FFN inside a method."""
     if ffn.gate_rows in ("even", "odd"):
         raise NotUnderstood("computes more than an FFN with interleaved gate and up projections")
     if reader.asks_class is not None:
@@ -238,7 +240,7 @@ def _inside(block: nn.Module, method: str, ffn: FFN, reader: Reader) -> FoundRul
     rule = _rule(block, ffn, reader, method)
     for path, _ in rule.holders:
         if isinstance(attribute(block, path), (nn.ModuleList, nn.ModuleDict, nn.Sequential)):
-            # It may hold other modules later.
+            # Other modules may be put into it later.
             raise NotUnderstood(f"finds its linears in {path}, a row of modules")
     within, into = {*rule.parts(), *dict(rule.holders)}, (ffn.up, ffn.gate)
     for path, given in reader.handed:
@@ -259,7 +261,7 @@ def _inside(block: nn.Module, method: str, ffn: FFN, reader: Reader) -> FoundRul
 
 
 def _asked(rule: FFNRule) -> tuple[str | None, ...]:
-    """The attributes that are asked anew at every call: the parts of the FFN."""
+    """The attributes that are looked up at every call: the parts of the FFN."""
     return (*rule.parts(), rule.output_dropout)
 
 
@@ -269,12 +271,12 @@ def _rule(block: nn.Module, ffn: FFN, reader: Reader, inside: str | None) -> Fou
     names = [ffn.up, ffn.gate, ffn.down, path, ffn.dropout, ffn.output_dropout]
     above = dict.fromkeys(name.rpartition(".")[0] for name in names if name is not None and "." in name)
     if inside is None:
-        # Children that compute something on the way, such as GLUs: their forwards were read.
+        # Children that compute something in between, such as GLUs: their forwards were read.
         above |= dict.fromkeys(
             each for each, _ in reader.handed
             if each not in names and not each.startswith(f"{path}.") and type(attribute(block, each)) is not nn.Identity
         )  # fmt: skip
-    # Of an object with options, such as a configuration, there is nothing to call.
+    # An object with options, such as a configuration, is not a module: there is nothing to call.
     holders = [(each, attribute(block, each)) for each in above]
     return FoundRule(
         type(block), up=ffn.up, gate=ffn.gate, gate_rows=ffn.gate_rows, down=ffn.down, activation=activation,

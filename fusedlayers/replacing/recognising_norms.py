@@ -1,8 +1,8 @@
-"""Which modules compute an RMSNorm or a LayerNorm over the last dimension, read from their source and not from names.
+"""Finds the modules that compute an RMSNorm or a LayerNorm over the last dimension, by their source and not by name.
 
-What the forward computes becomes a polynomial, and the module is a norm where that is a norm's, with weight and bias:
-for every input, then, and with the same gradients. In 16 bits a forward rounds between its operations, more or less
-often. Torch's fused norms compute in float32 and round once, so they are as close to the formula as any of them.
+The forward is read as a polynomial, and the module is a norm if that equals a norm's, with weight and bias: so it holds
+for every input, with the same gradients. In 16 bits a forward rounds after some or all of its operations. Torch's fused
+norms compute in float32 and round once, so they are at least as close to the formula.
 """
 
 from __future__ import annotations
@@ -26,23 +26,22 @@ from .reading.polynomials import Polynomial, atom, number
 from .reading.reader import Reader
 from .reading.values import Formula, NotUnderstood
 
-# One of these every norm calls. What calls none, or a fused norm of torch's, is no norm whose reasons matter.
+# Every norm calls one of these. The reasons against a module that calls none, or calls a fused norm, are not reported.
 _SUMS = {"mean", "sum", "var", "var_mean", "std", "std_mean", "norm", "vector_norm"}
 _FUSED = {"layer_norm", "rms_norm"}
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-# Measured on an H200: their gradient of x is up to four roundings off, where two are the limit of what is close. Under
-# autocast, whose products round 65,536 times as coarsely, that does not show.
+# Measured on an H200: their gradient of x is off by up to four roundings, and two are the limit for "close". Under
+# autocast, whose 16-bit products round 65,536 times as coarsely, that does not show.
 WHY_NOT_FLOAT32 = "torch's fused norms round float32 more often than its own forward, and so run under autocast alone"
 _LONGEST_FORMULA = 160
 
 
 class Norm(NamedTuple):
-    """A norm over the last dimension: ``operation`` of ``torch.nn.functional``, and where its numbers come from.
+    """A norm over the last dimension: ``operation`` of ``torch.nn.functional`` and its arguments.
 
     ``weight`` and ``bias`` are names of parameters; with ``one_plus`` the weight is 1 + parameter. ``width`` is the
-    size of the last dimension, None where the forward takes any. ``conditions`` are those under which this is what the
-    forward computes. ``dtypes`` are those in which its result has the input's dtype, and ``others`` the rest of them,
-    with the reasons.
+    size of the last dimension, None if the forward takes any. Under ``conditions`` this is what the forward computes.
+    ``dtypes`` are those in which the result has the input's dtype, ``others`` the rest, with reasons.
     """
 
     operation: str
@@ -57,8 +56,8 @@ class Norm(NamedTuple):
 
     def run(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
         """The norm of x, in its dtype, by torch's fused operation."""
-        # On a GPU the fused operations compute in float32 and round once, on a CPU they sum gradients in sixteen bits.
-        # And 1 + weight, rounded to sixteen bits, would cost as much precision again as the result itself.
+        # On a GPU the fused operations compute in float32 and round once; on a CPU they sum gradients in 16 bits, so
+        # cast. And 1 + weight, rounded to 16 bits, would lose as much precision again as the result itself.
         if x.is_cuda and not self.one_plus:
             return self._fused(x, weight, bias)
         wide = torch.promote_types(x.dtype, torch.float32)
@@ -72,7 +71,7 @@ class Norm(NamedTuple):
         return F.layer_norm(x, x.shape[-1:], weight, bias, self.eps)
 
     def of(self, module: nn.Module) -> tuple[Tensor | None, Tensor | None]:
-        """Weight and bias of a module."""
+        """The weight and bias of a module."""
         own = module._parameters
         return own.get(self.weight or ""), own.get(self.bias or "")
 
@@ -84,8 +83,8 @@ class Norm(NamedTuple):
 
 
 def recognise_norm(module: nn.Module) -> Norm | str | None:
-    """The norm that a module computes which may be one; why none is read in it although it looks like one; None: it is
-    none, or torch's fused one already."""
+    """The norm that a module computes; why it is not fused although it looks like a norm; None if it is not a norm, or
+    is torch's fused one already."""
     found: dict[torch.dtype, Norm] = {}
     others: list[tuple[torch.dtype, str]] = []
     for dtype in DTYPES:
@@ -102,18 +101,19 @@ def recognise_norm(module: nn.Module) -> Norm | str | None:
         return others[0][1] if names & _SUMS and not names & _FUSED else None
     first = found[torch.float32]
     for dtype, norm in list(found.items()):
-        # What is read besides may be another attribute for each dtype.
+        # The conditions may name different attributes for each dtype.
         if norm[:6] != first[:6]:
             others.append((dtype, "its own forward computes another norm"))
             del found[dtype]
-    # Each kind of them, of all dtypes.
+    # Merge the conditions of all dtypes.
     kinds = zip(*(norm.conditions for norm in found.values()), strict=True)
     conditions = Conditions(*(tuple(dict.fromkeys(itertools.chain(*each))) for each in kinds))
     return first._replace(conditions=conditions, dtypes=tuple(found), others=tuple(others))
 
 
 def may_be_norm(module: nn.Module) -> bool:
-    """Whether a module has nothing but up to two vectors of one size, and a forward of its own for one tensor."""
+    """Whether a module has at most two parameters, vectors of one size, no children, and a forward that takes one
+    tensor."""
     kind = type(module)
     own = [each for each in module._parameters.values() if each is not None]
     if isinstance(module, torch.jit.ScriptModule) or kind.__module__.startswith("torch.") or any(map(is_lazy, own)):
@@ -131,7 +131,7 @@ def may_be_norm(module: nn.Module) -> bool:
 
 
 def _names_called(kind: type[nn.Module]) -> set[str]:
-    """The names in a class's forward, and in those methods of the class that these name."""
+    """The names in a class's forward, and in the methods of the class that it names, transitively."""
     names: set[str] = set()
     left = [inspect.unwrap(kind.forward)]
     while left:
@@ -143,10 +143,10 @@ def _names_called(kind: type[nn.Module]) -> set[str]:
 
 
 def _read(module: nn.Module, dtype: torch.dtype) -> Norm | None:
-    """The norm that a module's forward computes in this dtype; None where torch's fused one computes it already.
+    """The norm that a module's forward computes in this dtype; None if it runs torch's fused one already.
 
     Raises:
-        NotUnderstood: it is none.
+        NotUnderstood: it is not a norm.
     """
     own = [each for each in module._parameters.values() if each is not None]
     reader = Reader(module, dtype=dtype)
@@ -167,11 +167,11 @@ def _read(module: nn.Module, dtype: torch.dtype) -> Norm | None:
 
 
 def _norms(value: Polynomial, x: Polynomial) -> Iterator[Norm]:
-    """The norm of x that a polynomial is, if it is one."""
+    """The norm of x that equals a polynomial, if there is one."""
     atoms = list(value.atoms())
     names = [str(name) for kind, name, *_ in atoms if kind == "parameter"]
     bases = [base for kind, base, *exponent in atoms if kind == "power" and exponent == [-0.5]]
-    # The constant beside the variance.
+    # The constants added to the variance.
     epsilons = [base.terms.get(frozenset(), 0.0) for base in bases if isinstance(base, Polynomial)]
     for eps in epsilons if len(epsilons) == 1 and epsilons[0] > 0 else ():
         for operation in ("rms_norm", "layer_norm"):
@@ -181,7 +181,7 @@ def _norms(value: Polynomial, x: Polynomial) -> Iterator[Norm]:
             for weight, *others in permutations(names) if names else ():
                 bias = others[0] if others else None
                 shift = number(0.0) if bias is None else atom("parameter", bias)
-                # An rms norm with a bias torch has not fused.
+                # torch has no fused rms_norm with a bias.
                 if len(others) > 1 or (bias is not None and operation == "rms_norm"):
                     continue
                 for one_plus in (False, True):

@@ -1,4 +1,4 @@
-"""What was found out once about classes and functions, for as long as they are there."""
+"""A cache of what is known about classes and functions, for as long as these exist."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _Found = TypeVar("_Found")
 
 
 class Remembered(Generic[_Found]):
-    """Results by key, where a key keeps no class, function or module of the user's alive, and goes with them.
+    """Results by key. Keys hold the user's classes, functions and modules weakly; an entry goes when one of them does.
 
     Results must not refer to what their keys hold.
     """
@@ -20,7 +20,7 @@ class Remembered(Generic[_Found]):
         self._results: dict[Hashable, _Found] = {}
 
     def get(self, key: Hashable, find: Callable[[], _Found]) -> _Found:
-        """What ``find`` returns, the first time that this key is asked for."""
+        """The cached result; on a miss, what ``find`` returns."""
         asked = _weakly(key)
         if asked not in self._results:
             found = find()
@@ -37,5 +37,5 @@ def _weakly(part: Any, forget: Callable[[Any], Any] | None = None) -> Hashable:
     try:
         return weakref.ref(part, forget)
     except TypeError:
-        # Strings, numbers and dtypes; none of them is of the user's making.
+        # Strings, numbers and dtypes: not objects of the user's.
         return part

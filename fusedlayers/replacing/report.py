@@ -1,4 +1,4 @@
-"""What `replace` did and what it left, as a table."""
+"""What `replace` did and what it left as it was, as a table."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Entry:
-    """One block: its path in the model ("": the model itself), its class, the class it became or None, what or why.
+    """One block: its path in the model ("" is the model itself), its class, its new class or None, and what runs or why
+    not.
 
-    ``saved_bytes`` is what (torch, this library) keep per token for the backward pass of an FFN in a batch of
-    65,536 tokens, its input and the mask of a dropout of its result included: as planned, on the device and with
+    ``saved_bytes`` are the bytes per token that (torch, this library) save for the backward pass of an FFN in a batch
+    of 65,536 tokens, including its input and the mask of a dropout of its result: as planned, on the device and with
     the weights' dtype, without autocast. ``plan`` is the path on which such a batch runs, as ``explain`` calls it.
-    ``why_no_kernels`` is why no call of the block can run in a kernel as the block is now, None where some may.
-    ``is_ffn_left`` tells of a skipped module that it is an FFN, or looks like one.
+    ``why_no_kernels`` says why no call of the block, as it is now, can run in a kernel; None if some may.
+    ``is_ffn_left`` marks a skipped module that is an FFN, or looks like one.
     """
 
     path: str
@@ -36,13 +37,14 @@ class Entry:
 class Report:
     """What `replace` did, or with ``dry_run`` would do: entries of replaced and skipped blocks.
 
-    Prints as a table with one line for all blocks of a kind: their paths differ in numbers alone, shown as ``*``.
+    Prints as a table with one line for all blocks that are alike and whose paths differ only in numbers, shown as
+    ``*``.
     """
 
     replaced: tuple[Entry, ...]
     skipped: tuple[Entry, ...]
     dry_run: bool = False
-    on: str | None = None  # the GPU that a dry run was for, None for the model's own device
+    on: str | None = None  # the GPU of a dry run; None: the model's own device
 
     @property
     def saved_bytes(self) -> tuple[int, int]:
@@ -72,7 +74,7 @@ class Report:
     __repr__ = __str__
 
     def _closing(self) -> list[str]:
-        """A line where everything that was replaced runs through torch whatever the call, as on a CPU."""
+        """A closing line if torch runs every replaced block at every call, as on a CPU."""
         reasons = [entry.why_no_kernels for entry in self.replaced]
         known = dict.fromkeys(reason for reason in reasons if reason is not None)
         if not reasons or None in reasons:

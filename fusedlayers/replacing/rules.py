@@ -1,4 +1,4 @@
-"""What `replace` is told about a class, as data: which attributes make its FFN, and which linears split their sums."""
+"""A user's rules for `replace`, as data: which attributes form a class's FFN, and which linears use split-K."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..functional.linear import check_reduction, check_split_k
 from ..modules import class_path
 from .conditions import NONE, Conditions, attribute
 
-# Which rows of one linear for both are the gate's.
+# If one linear computes gate and up: which of its rows are the gate's.
 GATE_ROWS = ("first", "last", "even", "odd")
 
 
@@ -31,33 +31,34 @@ def _check_class(name: str, kind: object) -> None:
 
 @dataclass(frozen=True)
 class FFNRule:
-    """Says that a class computes ``down(dropout(act(up(x))))``, or gated ``down(dropout(act(gate(x)) * up(x)))``.
+    """Declares that a class computes ``down(dropout(act(up(x))))``, or gated ``down(dropout(act(gate(x)) * up(x)))``.
 
     A rule is data: the class, and the names of attributes of its instances. The source of the block's method is read. A
     rule that contradicts it is refused, with the line of code that differs, and so is a rule for a source that cannot
     be read, unless it is ``trusted``. A block with children, parameters or buffers that the rule does not name computes
     more than that, and is left alone.
 
-    Where the FFN is only a part of what a method computes (a layer with attention, residual and norm), ``inside`` names
-    the method. It runs as its author wrote it, but for the FFN, which is one call there; so its source is read even
-    where the rule is trusted. A method that does anything else with the hidden (a factor, a second activation) is left
-    as it is. Names may have dots.
+    If the FFN is only a part of what a method computes (a layer with attention, residual and norm), ``inside`` names
+    the method. It runs as its author wrote it, with one call in place of the FFN; so its source is read even if the
+    rule is trusted. A method that does anything else with the hidden (a factor, a second activation) is left as it is.
+    Names may have dots.
 
     Args:
         module_class: the class of the block, or ``"package.module.Class"``; instances of a subclass are left alone.
         up, down: the linears into and out of the hidden.
-        activation: the attribute that holds the activation (a module, a function or a name); where the block has no
-            such attribute, the name of the activation itself.
-        gate: the linear that is activated and multiplied in; a block whose attribute is absent or None is not gated.
-        gate_rows: where ``up`` is one linear for both, the rows of its weight that are the gate's: "first" or "last"
-            half, "even" or "odd" ones. Inside of a method one of the halves, which it takes apart by ``chunk``.
-        dropout: of the hidden: an ``nn.Dropout``, or a number that applies in training. None: there is none.
-        output_dropout: the same, after ``down``. Not with ``inside``, where it is the method's.
+        activation: the attribute that holds the activation (a module, a function or a name); if the block has no such
+            attribute, the name of the activation itself.
+        gate: the linear that is activated and multiplied with ``up``; a block that has None or nothing there is not
+            gated.
+        gate_rows: if ``up`` is one linear for both, the rows of its weight that are the gate's: "first" or "last" half,
+            "even" or "odd" ones. Inside a method only the halves, which it separates by ``chunk``.
+        dropout: that of the hidden: an ``nn.Dropout``, or a number that applies in training. None: there is none.
+        output_dropout: the same, after ``down``. Not with ``inside``, where the method applies it.
         inside: the method that holds the FFN; None: the forward of the block is the FFN and nothing else.
-        into: the child that holds ``up`` and computes ``act(up(x))``, where it does not do so by calling
-            ``activation``: then ``activation`` is a name. Only with ``inside``.
-        holders: the child before each dot in a name, and its class: ``(("output", BertOutput), ...)``.
-        trusted: believe the rule without reading the source; the report says so.
+        into: the child that holds ``up`` and computes ``act(up(x))``, if it does not call ``activation`` for that: then
+            ``activation`` is a name. Only with ``inside``.
+        holders: the child named before each dot, and its class: ``(("output", BertOutput), ...)``.
+        trusted: accept the rule without reading the source; the report says so.
 
     Raises:
         TypeError: ``module_class`` is not a subclass of ``nn.Module``, or another argument is not the name of one.
@@ -103,12 +104,12 @@ class FFNRule:
 
     @property
     def conditions(self) -> Conditions:
-        """For what it holds; a rule that is believed has none."""
+        """The conditions under which it holds; a trusted rule has none."""
         return NONE
 
     @property
     def is_formula(self) -> bool:
-        """Whether ``activation`` is no attribute of the block, whatever it has; a rule of the user's may be either."""
+        """Whether ``activation`` is a name even if the block has such an attribute; a user's rule may mean either."""
         return False
 
     @property
@@ -127,7 +128,7 @@ class FFNRule:
         return None if self.is_formula else self.activation
 
     def activation_of(self, block: nn.Module) -> Any:
-        """What a block activates with: an attribute of it, or where it has none a name."""
+        """The activation of a block: its attribute, or the name if it has no such attribute."""
         return self.activation if self.is_formula else attribute(block, self.activation, self.activation)
 
     @functools.cached_property
@@ -138,10 +139,10 @@ class FFNRule:
 
 @dataclass(frozen=True)
 class FoundRule(FFNRule):
-    """A rule that says what a block was found to compute, under some conditions.
+    """A rule that was read from the source of a block, under some conditions.
 
-    ``edits`` are the method that holds the FFN, and those that it calls on the way, with the FFN in one piece.
-    ``activation`` is a name of this library where it ``is_formula``, whatever the block has under that name.
+    ``edits`` are the edited method that holds the FFN, and the edited methods that it calls on the way. ``activation``
+    is a name of this library if ``is_formula``, whatever attribute the block has under that name.
     """
 
     conditions: Conditions = NONE
@@ -149,20 +150,20 @@ class FoundRule(FFNRule):
     is_formula: bool = False
 
     def __post_init__(self) -> None:
-        """What was read is no argument that may be wrong."""
+        """Nothing to check: the values were read, not given by a user."""
 
 
 @dataclass(frozen=True)
 class LinearRule:
-    """Says which ``nn.Linear`` modules become :class:`SplitKLinear`: those that meet every condition given here.
+    """Selects the ``nn.Linear`` modules that become :class:`SplitKLinear`: those that meet every condition given here.
 
     Linears that are part of a fused FFN stay, and so do subclasses and linears that are not plain.
 
     Args:
         names: patterns of paths in the model, as in a shell (``"*.lm_head"``); None: any path.
         in_features, out_features: the widths, an int or a ``range``; None: any.
-        predicate: called with path and module; None: true.
-        split_k, reduction: of the :class:`SplitKLinear`.
+        predicate: called with path and module, returns whether to take it; None: take it.
+        split_k, reduction: as in :class:`SplitKLinear`.
 
     Raises:
         TypeError, ValueError: an argument is not what is described here; the message names it.

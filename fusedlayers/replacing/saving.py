@@ -1,4 +1,4 @@
-"""What an FFN, a loss or a norm keeps for its backward pass, and whether kernels can run it at all: for the report."""
+"""For the report: what an FFN, a loss or a norm saves for its backward pass, and whether kernels can run it at all."""
 
 from __future__ import annotations
 
@@ -27,21 +27,21 @@ from .recognising_norms import WHY_NOT_FLOAT32, Norm
 from .remembering import Remembered
 from .rules import LinearRule
 
-# A training batch: enough that the planner does not call it too small.
+# A training batch: large enough that the planner does not reject it as too small.
 TOKENS = 65_536
 
 
 def facts_of_ffn(
     pieces: FFNPieces, recompute: Literal["auto"] | bool | int, on: Device | None
 ) -> tuple[tuple[int, int], str | None, str]:
-    """What an entry of the report calls ``saved_bytes``, ``why_no_kernels`` and ``plan``; here, or on another GPU.
+    """``saved_bytes``, ``why_no_kernels`` and ``plan`` of an entry of the report, here or on another GPU.
 
-    The bytes are those that the block by torch, and with ``functional.ffn``, keeps per token of a training batch: of
-    the FFN with its input, and of the dropout of its result, which torch applies in both.
+    The bytes are those that torch and ``functional.ffn`` save per token of a training batch: of the FFN with its input,
+    and of the dropout of its result, which torch applies in both.
     """
     up, down = linear_weight(pieces.up), linear_weight(pieces.down)
     with torch.enable_grad():
-        # Laid out as a batch is, without its memory.
+        # The layout of a batch, without its memory.
         x = torch.empty(TOKENS, up.shape[1], dtype=up.dtype, device="meta", requires_grad=True)
         problem: Any = pieces.operation.problem(*pieces.operation.bound(**pieces.arguments(x, recompute=recompute)))
     device = on or _facts(problem, up.device)
@@ -60,7 +60,7 @@ def facts_of_ffn(
 def facts_of_experts(
     module: nn.Module, found: ExpertsFFN, recompute: Literal["auto"] | bool | int, on: Device | None
 ) -> tuple[tuple[int, int] | None, str | None, str]:
-    """The same of experts, as many to a token as the configuration of the model says; without it nobody counts."""
+    """:func:`facts_of_ffn` for experts; no bytes if the model's configuration does not give the experts per token."""
     given = found.tensors(module)
     width, chosen, weight = routing_of_experts(module, found)
     with torch.enable_grad():
@@ -77,7 +77,7 @@ def facts_of_experts(
 
 
 def routing_of_experts(module: nn.Module, found: ExpertsFFN) -> tuple[int, int | None, Tensor]:
-    """The width of a token, to how many experts it goes where the configuration of the model says so, and a weight."""
+    """(width of a token, experts per token or None if the configuration does not give it, a weight)."""
     weight = found.tensors(module)["w_up"]
     top_k = getattr(getattr(module, "config", None), "num_experts_per_tok", None)
     width = weight.shape[1 if dict(found.formula)["transposed"] else 2]
@@ -85,7 +85,7 @@ def routing_of_experts(module: nn.Module, found: ExpertsFFN) -> tuple[int, int |
 
 
 def facts_of_head(head: nn.Linear, on: Device | None = None) -> tuple[tuple[int, int], str | None, str]:
-    """The same of the loss of a model's last linear layer: the mean of a training batch's tokens."""
+    """:func:`facts_of_ffn` for the loss of a model's last linear layer: the mean over a training batch's tokens."""
     weight, bias = head.weight, head.bias
     with torch.enable_grad():
         x = torch.empty(TOKENS, weight.shape[1], dtype=compute_dtype(weight), device="meta", requires_grad=True)
@@ -98,7 +98,7 @@ def facts_of_head(head: nn.Linear, on: Device | None = None) -> tuple[tuple[int,
 
 
 def facts_of_norm(module: nn.Module, norm: Norm, on: Device | None) -> tuple[tuple[int, int] | None, str | None]:
-    """The same of a norm, but for the path: its kernels are torch's, which has some for GPUs alone."""
+    """:func:`facts_of_ffn` for a norm, without the path: its kernels are torch's, which has them only for GPUs."""
     parameters = list(module.parameters())
     other = None if on else next((each.device.type for each in parameters if not each.is_cuda), None)
     if other is not None:
@@ -110,9 +110,9 @@ def facts_of_norm(module: nn.Module, norm: Norm, on: Device | None) -> tuple[tup
 
 
 def kept_by_norm(module: nn.Module, norm: Norm) -> tuple[int, int] | None:
-    """Bytes a token, of the forward as it is written and of torch's fused norm; the input only where it is kept.
+    """Bytes per token of (the forward as written, torch's fused norm); the input counts only if it is saved.
 
-    None where the forward takes any width.
+    None if the forward takes any width.
     """
     if norm.width is None:
         return None
@@ -120,7 +120,7 @@ def kept_by_norm(module: nn.Module, norm: Norm) -> tuple[int, int] | None:
     theirs = _kept_by_forward.get(
         (type(module), type(module).forward, norm, dtype), lambda: _kept_by_row(module, norm.width or 0, dtype)
     )
-    # The input, in float32 where 1 + weight is; and of each row a factor, of a layer norm the mean, too.
+    # The input, in float32 if the weight is 1 + parameter; and per row the factor and, of a layer norm, the mean.
     itemsize = max(4, dtype.itemsize) if norm.one_plus else dtype.itemsize
     return theirs, norm.width * itemsize + (4 if norm.operation == "rms_norm" else 8)
 
@@ -129,7 +129,7 @@ _kept_by_forward: Remembered[int] = Remembered()
 
 
 def _kept_by_row(module: nn.Module, width: int, dtype: torch.dtype) -> int:
-    """The bytes that the forward of a norm keeps for each row; it runs on tensors without memory."""
+    """The bytes that the forward of a norm saves per row; it runs on the meta device."""
     twin = object.__new__(type(module))
     twin.__dict__ = vars(module) | {
         "_parameters": {
@@ -149,19 +149,21 @@ def why_no_kernels_for_linear(linear: nn.Linear, rule: LinearRule, on: Device | 
     """Why no kernel runs a linear that ``rule`` takes, or None."""
     x = linear.weight.detach().new_empty(1, linear.in_features)
     problem = LINEAR.problem((x, linear.weight, linear.bias), ("identity", rule.split_k, rule.reduction))
-    # A rule that names a number of splits, or atomic addition, asks for kernels.
+    # A rule with a number of splits, or with atomic addition, asks for kernels.
     wish = "triton" if problem.asks_for_kernels and backend() == "auto" else backend()
     return _why_no_kernels(problem, on or describe(x.device), wish)
 
 
 def _facts(problem: Any, device: torch.device) -> Device:
-    """What planning goes by; an unknown release of Triton is tested now, before the model is compiled or captured."""
+    """The device for planning. This tests an unknown release of Triton now, before the model is compiled or
+    captured."""
     facts_for(problem, device, backend())
     return describe(device)
 
 
 def _why_no_kernels(problem: Any, device: Device, wish: str) -> str | None:
-    """Why no call runs in a kernel, whatever its size: of the device, or of a dtype that autocast may change."""
+    """Why no call runs in a kernel, whatever its size: because of the device, or of a dtype that autocast may
+    change."""
     for_the_device = planning.why_never_kernels(replace(problem, dtype="bfloat16"), device, wish)
     if for_the_device is not None:
         return for_the_device
@@ -170,16 +172,17 @@ def _why_no_kernels(problem: Any, device: Device, wish: str) -> str | None:
 
 
 def _kept_for_slope(activation: object) -> int:
-    """Tensors of its input's size that an activation keeps beside its value, counted: some are written in Python."""
+    """The number of tensors of its input's size that an activation saves beside its value, counted: some are Python
+    code."""
     run = ACTIVATIONS[canonical_activation(activation)].torch if isinstance(activation, str) else activation
     assert callable(run)
-    # Not a leaf, which an activation must not change in place.
+    # x + 0, because a leaf must not be changed in place.
     kept, value = _kept(lambda x: run(x + 0), torch.zeros(64, requires_grad=True, device="cpu"))
     return sum(tensor.numel() == value.numel() for tensor in kept)
 
 
 def _kept(run: Callable[[Tensor], Tensor], x: Tensor) -> tuple[list[Tensor], Tensor]:
-    """What autograd keeps of a call, one tensor of each memory and none of the result's; and the result."""
+    """(tensors that autograd saves in a call, one per storage and without the result's storage; the result)."""
     kept: dict[int, Tensor] = {}
 
     def keep(tensor: Tensor) -> Tensor:

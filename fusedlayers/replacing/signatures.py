@@ -1,4 +1,4 @@
-"""What tells modules apart that may compute different things: what is read of one serves all that are alike."""
+"""A signature that differs between modules that may compute different things: equal ones are read only once."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .reading.sources import codes_in
 from .reading.values import PLAIN
 from .remembering import Remembered
 
-# What every module has.
+# Attributes of every nn.Module.
 _OF_MODULES = frozenset(vars(nn.Module()))
 _names: Remembered[frozenset[str]] = Remembered()
 
@@ -25,7 +25,7 @@ def signature(block: nn.Module, taken: set[nn.Module]) -> Hashable:
 
 def _of(path: str, module: nn.Module, taken: bool) -> Hashable:
     if isinstance(module, torch.jit.ScriptModule):
-        # Its class does not tell what it computes.
+        # Its class does not determine what it computes.
         return path, id(module), taken
     kind = type(module)
     forward: Hashable = kind.forward
@@ -56,12 +56,12 @@ def _unwrapped(function: Any) -> Any:
 
 
 def _names_read(kind: type[nn.Module], forward: object) -> frozenset[str]:
-    """The names in the methods of a class, but for what builds a module; ``forward`` may be patched."""
+    """The names in the methods of a class, except in __init__; ``forward`` may be patched."""
     functions = [forward]
     for base in kind.__mro__[: kind.__mro__.index(nn.Module)]:
         functions += [function for name, function in vars(base).items() if name != "__init__"]
     found = [inner.__code__ for each in functions if hasattr(inner := _unwrapped(each), "__code__")]
     codes = [each for code in found for each in codes_in(code)]
-    # hasattr and getattr read what strings name.
+    # hasattr and getattr take names as strings.
     strings = {value for each in codes for value in each.co_consts if isinstance(value, str)}
     return frozenset(strings.union(*(each.co_names for each in codes)))

@@ -1,4 +1,4 @@
-"""Blocks that look like an FFN although none is found in them, and why `replace` leaves them."""
+"""Blocks that look like an FFN although none could be read in them, and why `replace` leaves them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .recognising import Site, candidates
 
 
 def sites(module: nn.Module, taken: set[nn.Module]) -> list[Site]:
-    """The linears that a module holds by itself, or one for each child that has no other; none in ``taken``."""
+    """A module's own linears, and those of children that have just one; none in ``taken``."""
     found = [site for site in candidates(module, taken) if site.path.count(".") < 2]
     holders = Counter(site.path.partition(".")[0] for site in found)
     return [site for site in found if holders[site.path.partition(".")[0]] == 1]
@@ -22,7 +22,7 @@ def sites(module: nn.Module, taken: set[nn.Module]) -> list[Site]:
 def why_unnamed(module: nn.Module, taken: set[nn.Module], reason: str | None) -> str | None:
     """Why a module is left, if its parameters have the shapes of an FFN; else None.
 
-    ``taken`` are the linears of FFNs inside of it; ``reason`` is what its source says, if it was read.
+    ``taken`` are the linears of FFNs inside it; ``reason`` is what its source computes, if it was read.
     """
     found = sites(module, taken)
     own = [site for site in found if "." not in site.path]
@@ -41,10 +41,10 @@ def why_unnamed(module: nn.Module, taken: set[nn.Module], reason: str | None) ->
 
 
 def _pair(found: Sequence[Site]) -> tuple[tuple[Site, Site], str] | None:
-    """The first linear that widens, and the one that goes back; and how often it is as wide as that, if twice.
+    """The first linear that widens, and the one that goes back; and "2 × " if the first is twice as wide as needed.
 
-    Three that widen alike are the queries, keys and values of an attention. Besides a gate, an FFN has no other linear
-    of its own, and a layer with one has hardly any.
+    Three linears of equal size are the queries, keys and values of attention. Besides a gate, an FFN has no other
+    linear of its own, and a layer that contains one has at most two others.
     """
     for times, what in ((1, ""), (2, "2 × ")):
         for up in found:
@@ -56,7 +56,8 @@ def _pair(found: Sequence[Site]) -> tuple[tuple[Site, Site], str] | None:
 
 
 def _experts(module: nn.Module) -> str | None:
-    """The names and sizes of two parameters that hold a matrix for each expert, one applied to the other; or None."""
+    """Two parameters that hold a matrix per expert and can be applied one after the other, with their sizes; or
+    None."""
     parameters = [(name, each) for name, each in module._parameters.items() if each is not None and not is_lazy(each)]
     stacks = [(name, tensor.shape) for name, tensor in parameters]
     for (first, one), (second, other) in combinations(stacks, 2):

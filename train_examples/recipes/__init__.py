@@ -1,1 +1,1 @@
-"""Fused layers under the tools that people train with, one short file each; all train the same small Llama."""
+"""Fused layers under common training tools, one short file each; all train the same small Llama."""

@@ -1,6 +1,6 @@
 """Hugging Face's ``Trainer``: ``python -m train_examples.recipes.hugging_face_trainer``.
 
-The checkpoint that it writes is an ordinary one: same keys, same shapes, no word of this library.
+Its checkpoint is an ordinary one: same keys, same shapes, no trace of this library.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """LoRA with peft: ``python -m train_examples.recipes.lora``.
 
-Adapters sit in the attention and on the linears of the feed-forward blocks, which run fused with them; frozen weights
+Adapters are on the attention and on the linears of the feed-forward blocks, which run fused with them; frozen weights
 have no gradient.
 """
 

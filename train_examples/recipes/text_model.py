@@ -15,7 +15,7 @@ WINDOWS = 4096
 
 
 def small_llama(seed: int = 0) -> LlamaForCausalLM:
-    """Two layers of width 64, with gated feed-forward blocks as every Llama has; about 130,000 parameters."""
+    """Two layers of width 64 with gated feed-forward blocks, as in every Llama; about 130,000 parameters."""
     torch.manual_seed(seed)
     sizes = {"hidden_size": 64, "intermediate_size": 172, "num_hidden_layers": 2, "num_attention_heads": 4}
     return LlamaForCausalLM(LlamaConfig(vocab_size=256, max_position_embeddings=CONTEXT, use_cache=False, **sizes))

@@ -1,4 +1,4 @@
-"""Activations that are known by what they are: torch's own modules and functions."""
+"""Activations that are recognised by identity: torch's own modules and functions."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ...kernels.activations import LEAKY_SLOPE
 from ...modules import class_path
 
-# Functions that compute an activation without options, by our name of it.
+# Functions that compute an activation without options, by this library's name of it.
 TORCH_FUNCTIONS: dict[str, tuple[Callable[..., Tensor], ...]] = {
     "relu": (F.relu, torch.relu),
     "silu": (F.silu,),
@@ -27,13 +27,13 @@ _CLASSES: dict[type[nn.Module], str] = {
     nn.Tanh: "tanh",
     nn.Sigmoid: "sigmoid",
 }
-# Known by name, so that nothing is imported for it: an autograd function of its own computes it in training.
+# By name, so that transformers is not imported: in training it runs an autograd Function of its own.
 _BY_PATH = {"transformers.models.bloom.modeling_bloom.BloomGelu": "gelu_tanh"}
 _GELU = {"none": "gelu", "tanh": "gelu_tanh"}
 
 
 def known_activation(activation: object) -> str | None:
-    """Our name of an activation that is a module of torch's, or ``functools.partial`` of its gelu."""
+    """This library's name of an activation that is one of torch's modules, or ``functools.partial`` of F.gelu."""
     if isinstance(activation, functools.partial):
         options = set(activation.keywords)
         if activation.func is F.gelu and not activation.args and options <= {"approximate"}:

@@ -1,4 +1,4 @@
-"""The constant arguments of functions that are read."""
+"""Checks the constant arguments of functions that are read."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def plain(value: Any, what: str) -> Any:
 
 
 def arguments(args: Sequence[Any], options: dict[str, Any], what: str, **defaults: Any) -> dict[str, Any]:
-    """The constant arguments of a function, by name and in this order."""
+    """The constant arguments of a function by name, in the order of ``defaults``."""
     if len(args) > len(defaults) or set(options) - set(defaults):
         raise NotUnderstood(f"gives options to {what}")
     given = dict(zip(defaults, args, strict=False)) | options

@@ -1,4 +1,4 @@
-"""What names and attributes stand for: parts of the module, and what is watched from now on."""
+"""Resolves names and attributes, and records what they depend on."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from .state import Frame, State, Weight
 from .values import ABSENT, PLAIN, Dtype, Formula, Known, Listed, Method, NotUnderstood, Part, Shape, Training
 
 _MISSING = object()
-# The longest loop that is followed.
+# The longest loop that is unrolled.
 MOST_ROUNDS = 200
 
 
 class Attributes(State):
-    """The part of a reading that resolves names."""
+    """The part of the reader that resolves names."""
 
     def _around(self, name: str, frame: Frame) -> Any:
-        """A name that is none of the function's own."""
+        """A name that is not a local variable."""
         code, closure = frame.function.__code__, frame.function.__closure__ or ()
         if name in code.co_freevars or name in code.co_varnames:
             raise NotUnderstood(f"reads the variable {name} of a function around it" if closure else f"reads {name}")
@@ -40,7 +40,7 @@ class Attributes(State):
         if isinstance(value, types.ModuleType):
             return Known(value)
         if callable(value) and not isinstance(value, type) and value is not typing.cast:
-            # Somebody may put another function there: its name is watched.
+            # The function may be patched: its name is watched.
             if vars(sys.modules.get(str(space.get("__name__")), builtins)) is not space:
                 raise NotUnderstood(f"calls the function {name} of a module that nobody finds")
             self._note("functions", (str(space.get("__name__")), name), value)
@@ -61,7 +61,7 @@ class Attributes(State):
             return Dtype(False)
         if isinstance(owner, Known) and isinstance(owner.value, types.ModuleType):
             value = getattr(owner.value, name, _MISSING)
-            # Of other modules than torch's anybody may write what they have.
+            # Attributes of modules other than torch's may be reassigned by anybody.
             of_torch = owner.value.__name__.partition(".")[0] == "torch"
             if not of_torch and owner.value not in (math, typing):
                 raise NotUnderstood(f"reads {owner.value.__name__}.{name}")
@@ -73,15 +73,15 @@ class Attributes(State):
         if isinstance(owner, Known) and owner.path is not None:
             return self._of_object(owner, name)
         if isinstance(owner, (Listed, dict)):
-            # A method of it may write into it.
+            # One of its methods may change it.
             self._poison([owner])
         raise NotUnderstood(f"reads the {name} of something")
 
     def _of_object(self, owner: Known, name: str) -> Any:
-        """A plain value that an object among the attributes holds, such as a configuration."""
+        """A plain value in an object among the attributes, such as a configuration."""
         value = getattr(owner.value, "__dict__", {}).get(name, _MISSING)
         if type(value) not in PLAIN or self.is_written(f"{owner.path}.{name}"):
-            # Of a method that is not followed nobody knows what it writes there.
+            # A method that is not read may write to the object.
             self._poison([owner])
             raise NotUnderstood(f"reads {owner.path}.{name}")
         return self._watch(f"{owner.path}.{name}", value)
@@ -113,7 +113,7 @@ class Attributes(State):
         if type(value) in PLAIN or (isinstance(value, tuple) and all(type(each) in PLAIN for each in value)):
             return self._watch(path, value)
         if isinstance(value, types.MethodType) and value.__self__ is owner.module:
-            # The bound method itself would hold the module that it is kept by.
+            # Watch the function: the bound method would refer to the module, and the module keeps what is watched.
             self._watch(f"{path}.__func__", value.__func__)
             return Method(owner, value.__name__, value.__func__)
         if isinstance(value, Tensor):
@@ -144,7 +144,7 @@ class Attributes(State):
         return self._watch(path, None) if child is None else Part(path, child)
 
     def _watch_length(self, row: Part) -> None:
-        """How many modules a list of modules has: it has the last of them, and none behind it."""
+        """Watch the length of a module list: its last module exists, and none follows it."""
         names = list(row.module._modules)
         if names:
             self._watch(row.inner(f"{names[-1]}.dump_patches"), nn.Module.dump_patches)
@@ -154,7 +154,7 @@ class Attributes(State):
         if isinstance(value, tuple):
             return value
         if isinstance(value, Part) and is_row(value.module):
-            # There may be another number of them later.
+            # The number of modules may change later.
             self._misses += 1
             return tuple(self._child(value, name) for name in value.module._modules)
         if isinstance(value, Known) and isinstance(value.value, (tuple, range)) and len(value.value) < MOST_ROUNDS:
@@ -163,7 +163,7 @@ class Attributes(State):
 
 
 def is_row(module: nn.Module) -> bool:
-    """Whether a module is iterated as torch's list or sequence of modules is; sharding derives a class from it."""
+    """Whether a module is iterated as nn.ModuleList or nn.Sequential are; sharding derives classes from these."""
     own: Any = type(module)
     kinds: tuple[Any, ...] = (nn.ModuleList, nn.Sequential)
     return any(

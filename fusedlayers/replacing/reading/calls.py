@@ -1,4 +1,4 @@
-"""What calls give: of parts of the module, functions of torch, methods and functions of the user's."""
+"""The results of calls: of parts of the module, functions of torch, and the user's methods and functions."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ from .sizes import linears, sizes_of_linear
 from .state import LinearCall, Weight
 from .values import ABSENT, Formula, Known, Method, NotUnderstood, Part, Unknown
 
-# What may be the same memory as the tensor that it was called with.
+# Operations whose result may share memory with their input.
 _VIEWS = frozenset(
     ("chunk", "split", "unflatten", "view", "reshape", "view_as", "reshape_as", "flatten", "contiguous", "to", "float",
      "type_as", "dropout", "unbind", "clamp")
 )  # fmt: skip
 _CASTS = frozenset(("to", "float", "type_as"))
-# Of a part whose forward is read on the way through a longer method.
+# The most children that a part may have for a lenient reading to read its forward.
 _MOST_CHILDREN = 8
 
 
 class Calls(Attributes):
-    """The part of a reading that follows calls."""
+    """The part of the reader that follows calls."""
 
     def call(self, called: Any, args: Sequence[Any], options: dict[str, Any]) -> Any:
-        """What a call gives."""
+        """The result of a call."""
         if isinstance(called, Part):
             return self._call_part(called, args, options)
         if isinstance(called, Method):
@@ -52,7 +52,7 @@ class Calls(Attributes):
                 return args[-1]
             return self._noted(called.path, args, self.inlined(target, args, options))
         if isinstance(target, types.MethodType) and target.__self__ is self.block and called.path is not None:
-            # Of its class; what the attribute holds is watched, and stays that function.
+            # A method of the block's class; the attribute that holds it is watched, so it stays that function.
             result = self.inlined(target.__func__, (Part("", self.block), *args), options)
             return self._noted(called.path, args, result)
         if callable(target) and not isinstance(target, type) and called.path is not None and len(args) == 1:
@@ -67,7 +67,7 @@ class Calls(Attributes):
         return result
 
     def _operation(self, name: str, target: Any, args: Sequence[Any], options: dict[str, Any]) -> Any:
-        """A function of torch, or a method of a tensor, in place or not."""
+        """Calls a function of torch, or a method of a tensor, in place or not."""
         flag = options.get("inplace", Known(False))
         if not isinstance(flag, Known) or type(flag.value) is not bool:
             raise NotUnderstood("decides inplace at every call")
@@ -116,7 +116,7 @@ class Calls(Attributes):
                 raise NotUnderstood(f"calls {part.path}, which overwrites its input")
             return dataclasses.replace(dropped, given=True)
         if type(module) is nn.Identity:
-            # No rule names it, so that nothing asks again at a call.
+            # No rule names it, so no call checks it again.
             if "forward" in vars(module):
                 raise NotUnderstood(f"calls {part.path}, whose forward was set on the instance")
             return x
@@ -134,7 +134,7 @@ class Calls(Attributes):
         if self.lenient and (
             any("." in path for path, _ in linears(part.module)) or len(part.module._modules) > _MOST_CHILDREN
         ):
-            # It is a block of its own.
+            # It is a block in its own right.
             raise NotUnderstood(f"calls {part.path}")
         return self.inlined(type(part.module).forward, (part, *args), options)
 
@@ -155,7 +155,7 @@ class Calls(Attributes):
             kinds = [getattr(each, "value", None) for each in (args[1] if isinstance(args[1], tuple) else (args[1],))]
             if isinstance(args[0], (Formula, Weight)) and kinds == [torch.Tensor]:
                 return Known(True)
-            # Whoever watches a block with an FFN inside cannot watch the classes of its children.
+            # A block with an FFN inside a method cannot watch the classes of its children.
             if isinstance(args[0], Part) and not self.lenient and all(isinstance(kind, type) for kind in kinds):
                 if args[0].path:
                     self._watch(args[0].inner("__class__"), type(args[0].module))
@@ -169,7 +169,7 @@ class Calls(Attributes):
             path = args[0].inner(args[1].value)
             value = getattr(args[0].module, args[1].value) if found else ABSENT
             if isinstance(value, (nn.Module, torch.Tensor)):
-                # It may be another one, as long as there is one.
+                # It may be replaced by another of its class.
                 path, value = f"{path}.__class__", type(value)
             self._watch(path, value)
             return Known(found)

@@ -1,8 +1,8 @@
-"""Reads the forward of transformers' experts: a loop over the experts that tokens chose, and each one's formula.
+"""Reads the forward of transformers' experts: a loop over the experts that were chosen, with one formula for each.
 
-The loop has one meaning here. A mask says which token chose which expert at which place; of the experts that were
-chosen at all, each takes its tokens, computes a formula of them, multiplies it by the tokens' weights for it, and adds
-it to the result. A statement that does anything else with mask, tokens, places, weights or result ends the reading.
+Only one kind of loop is understood. A mask says which token chose which expert in which of its top-k slots; each expert
+that was chosen takes its tokens, computes a formula of them, multiplies it by the tokens' weights for it, and adds it
+to the result. A statement that does anything else with mask, tokens, slots, weights or result ends the reading.
 """
 
 from __future__ import annotations
@@ -26,26 +26,26 @@ from .values import Dtype, Formula, Known, Method, NotUnderstood
 
 @dataclass(frozen=True)
 class Stage:
-    """What the scaffold of the loop makes on its way, by name; none of it is a tensor of a formula."""
+    """A named intermediate of the loop around the experts; not a tensor that a formula may use."""
 
     name: str
     wide: bool = False
 
 
 TOKENS, INDEX, WEIGHTS, DEVICE = (Stage(name) for name in ("tokens", "index", "weights", "device"))
-# Of the mask [experts, places, tokens]; of the experts with a token; of one of them; of its tokens.
+# From the mask [experts, slots, tokens] to the experts that have tokens.
 ONE_HOT, MASK, COUNTS, CHOSEN, HITS, FLAT_HITS = map(
     Stage, ("one_hot", "mask", "counts", "chosen", "hits", "flat hits")
 )
 HIT, EXPERT, OF_EXPERT, PLACES, OWN_TOKENS, NUMBER = map(
     Stage, ("hit", "expert", "mask of an expert", "places", "tokens of an expert", "number of tokens")
 )
-# All experts, by their numbers, and which token chose one of them at which place.
+# All experts by number, and which token chose one of them in which slot.
 ALL, CHOSE = Stage("all experts"), Stage("choices of an expert")
 ROW_WEIGHT, RESULT = Stage("weight of a row"), Stage("result")
 _SENTINEL, _EMPTY = Stage("is the sentinel"), Stage("has no tokens")
 _FUNCTIONS = (torch.zeros_like, torch.greater, torch.where, F.one_hot, F.linear)
-# method -> what it takes, its arguments, and what it gives.
+# (method, owner) -> (arguments, result).
 _METHODS: dict[tuple[str, Stage], tuple[tuple[Any, ...], Stage]] = {
     ("permute", ONE_HOT): ((2, 1, 0), MASK),
     ("sum", MASK): (((-1, -2),), COUNTS),
@@ -58,7 +58,7 @@ _METHODS: dict[tuple[str, Stage], tuple[tuple[Any, ...], Stage]] = {
 
 @dataclass(frozen=True)
 class Stacked:
-    """A parameter with a matrix or a vector for each expert, or that of one expert."""
+    """A parameter with a matrix or a vector per expert, or one expert's part of it."""
 
     path: str
     dims: int
@@ -67,14 +67,14 @@ class Stacked:
 
 @dataclass(frozen=True)
 class Weighted:
-    """The result of an expert, times the weights of its tokens."""
+    """The output of an expert, times the weights of its tokens."""
 
     value: Formula
 
 
 @dataclass(frozen=True)
 class Expert:
-    """What was read: what an expert computes of a token, and how its products read their weights."""
+    """What an expert computes of a token, whether its products read their weights transposed, and its biases."""
 
     value: Polynomial
     transposed: bool
@@ -82,7 +82,7 @@ class Expert:
 
 
 class ExpertsReader(Reader):
-    """A reading of the forward of a module with the interface of experts."""
+    """Reads the forward of a module with the interface of transformers' experts."""
 
     def __init__(self, block: nn.Module, width: int) -> None:
         super().__init__(block)
@@ -95,7 +95,7 @@ class ExpertsReader(Reader):
         """What each expert computes.
 
         Raises:
-            NotUnderstood: the forward is no such loop, with the line.
+            NotUnderstood: the forward is not such a loop; the message quotes the line.
         """
         result = self.read(forward, TOKENS, INDEX, WEIGHTS)
         if result != RESULT or len(self._added) != 1 or len(self._transposed) != 1:
@@ -106,7 +106,7 @@ class ExpertsReader(Reader):
 
     def _statement(self, node: ast.stmt, frame: Frame) -> None:
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
-            # The result of what is not in place would be lost.
+            # index_add without _ would be discarded.
             called = node.value.func
             if (
                 isinstance(called, ast.Attribute)
@@ -116,7 +116,7 @@ class ExpertsReader(Reader):
                 return
             raise NotUnderstood("does something besides computing")
         if isinstance(node, ast.With) and ast.unparse(node.items[0]) == "torch.no_grad()" and len(node.items) == 1:
-            # Of the mask alone: a formula would lose its gradients.
+            # Allowed for the mask only: a formula would lose its gradients.
             before = len(self.linears)
             self._body(node.body, frame)
             values = [frame.locals.get(each.id) for each in ast.walk(node) if isinstance(each, ast.Name)]
@@ -145,7 +145,7 @@ class ExpertsReader(Reader):
         changed = {name for name, value in frame.locals.items() if name in before and before[name] is not value}
         target = node.target.id if isinstance(node.target, ast.Name) else ""
         if changed - {target}:
-            # One expert would find what another one left.
+            # An expert would depend on what another one left there.
             raise NotUnderstood(f"writes {', '.join(sorted(changed))} for each expert anew")
 
     # Expressions
@@ -221,14 +221,14 @@ class ExpertsReader(Reader):
     # Calls
 
     def call(self, called: Any, args: Sequence[Any], options: dict[str, Any]) -> Any:
-        """What a call gives."""
+        """The result of a call."""
         target = called.value if isinstance(called, Known) else None
         if target is torch.zeros_like and list(args) == [TOKENS] and set(options) <= {"dtype", "device"}:
             if options.get("dtype", Dtype(False)) != Dtype(False):
                 raise NotUnderstood("sums its experts in another dtype than that of the tokens")
             return RESULT
         if target is F.one_hot and list(args) == [INDEX] and set(options) == {"num_classes"}:
-            # With one class more for tokens that chose nobody, or without.
+            # With or without one extra class for tokens that chose no expert.
             classes, experts = options["num_classes"], getattr(self.block, "num_experts", None)
             if isinstance(classes, Known) and isinstance(experts, int) and classes.value in (experts, experts + 1):
                 return ONE_HOT
@@ -292,7 +292,7 @@ class ExpertsReader(Reader):
         return product
 
     def _clamped(self, x: Formula, args: Sequence[Any], options: dict[str, Any]) -> Formula:
-        """Within a limit: a gate from above, an up projection from both sides."""
+        """A clamp: of a gate from above, of an up projection from both sides."""
         given = dict(zip(("min", "max"), map(_plain, args), strict=False))
         given |= {name: _plain(value) for name, value in options.items()}
         low, high = given.get("min"), given.get("max")
@@ -303,7 +303,7 @@ class ExpertsReader(Reader):
 
 
 def limited(value: Polynomial, side: str, limit: float) -> Polynomial:
-    """A value that is cut off: ``at most`` the limit, or ``within`` it on both sides."""
+    """A clamped value: ``at most`` the limit, or ``within`` it on both sides."""
     return atom("function", f"{side} {limit:g}", value)
 
 

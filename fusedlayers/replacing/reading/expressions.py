@@ -1,4 +1,4 @@
-"""What expressions stand for."""
+"""Evaluates expressions."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ _ARITHMETIC: dict[type[ast.AST], Callable[[Any, Any], Any]] = {
 
 
 class Expressions(Calls):
-    """The part of a reading that evaluates expressions."""
+    """The part of the reader that evaluates expressions."""
 
     def value(self, node: ast.expr, frame: Frame) -> Any:
-        """What an expression stands for."""
+        """The value of an expression."""
         method = getattr(self, f"_of_{type(node).__name__.lower()}", None)
         if not self.lenient:
             if method is None:
@@ -60,7 +60,7 @@ class Expressions(Calls):
         return self._at_its_line(result, frame)
 
     def _forget_named(self, node: ast.AST, frame: Frame) -> None:
-        """Nobody knows which of the names that an expression gives to values it came to."""
+        """Mark every name that a walrus inside an expression may have assigned as unknown."""
         for each in ast.walk(node) if frame.names_values else ():
             if isinstance(each, ast.NamedExpr):
                 frame.locals[each.target.id] = self.unknown()
@@ -119,7 +119,7 @@ class Expressions(Calls):
         raise NotUnderstood("takes a part of something")
 
     def _half_by_bounds(self, node: ast.expr, owner: Formula, frame: Frame) -> str | None:
-        """Which half ``[..., :n]`` or ``[..., n:]`` is."""
+        """Which half ``[..., :n]`` or ``[..., n:]`` takes."""
         if not isinstance(node, ast.Tuple) or len(node.elts) != 2 or ast.unparse(node.elts[0]) != "...":
             return None
         columns = node.elts[1]
@@ -145,7 +145,7 @@ class Expressions(Calls):
             if isinstance(each, ast.Starred):
                 inner = self.value(each.value, frame)
                 if not isinstance(inner, tuple):
-                    # Of a tensor these would be its rows.
+                    # A starred tensor would give its rows.
                     raise NotUnderstood("takes apart what is no tuple")
                 values += inner
             else:
@@ -185,7 +185,7 @@ class Expressions(Calls):
 
     def _binary(self, kind: type[ast.AST], one: Any, two: Any) -> Any:
         if self.lenient and kind in BINARY and isinstance(one, Unknown) | isinstance(two, Unknown):
-            # Whatever it gives, it overwrites nothing.
+            # Whatever the result is, it overwrites nothing.
             self._escape([one, two])
             return self.unknown()
         if isinstance(one, Formula) or isinstance(two, Formula):
@@ -223,7 +223,7 @@ class Expressions(Calls):
         if kind in (ast.Is, ast.IsNot) and Known(None) in (_bare(one), _bare(two)):
             same = _bare(one) == _bare(two)
             self._watch_presence(two if _bare(one) == Known(None) else one)
-            # What is read of a tensor, its gradient for one, may be None.
+            # An attribute of a tensor, such as its gradient, may be None.
             if isinstance(one, (Unknown, Method)) or isinstance(two, (Unknown, Method)):
                 raise NotUnderstood("asks whether something is None")
             return Known(same is (kind is ast.Is))
@@ -237,7 +237,7 @@ class Expressions(Calls):
         return Known(bool(_ARITHMETIC[kind](one.value, two.value)))
 
     def _compared_dtypes(self, one: Any, two: Any, kind: type[ast.AST]) -> bool:
-        """What a comparison of dtypes is, for the dtype of this reading."""
+        """The result of comparing dtypes, for the dtype of this reading."""
         others = self._items(two) if kind in (ast.In, ast.NotIn) else (two,)
         found = [
             (torch.float32 if each.wide else self.dtype) if isinstance(each, Dtype) else getattr(each, "value", None)
@@ -249,7 +249,7 @@ class Expressions(Calls):
         return (found[0] in found[1:]) is equal
 
     def _truth(self, value: Any) -> bool | None:
-        """What a condition is, None where it depends on dtypes alone, or on what a lenient reading does not know."""
+        """The value of a condition; None if it depends on dtypes alone, or on what a lenient reading does not know."""
         if isinstance(value, Known) and type(value.value) in PLAIN:
             return bool(value.value)
         if isinstance(value, Part) and not any(hasattr(type(value.module), name) for name in ("__bool__", "__len__")):
@@ -260,21 +260,21 @@ class Expressions(Calls):
         raise NotUnderstood("branches on what is not known")
 
     def _tested(self, node: ast.expr, frame: Frame) -> bool | None:
-        """What a branch tests, as :meth:`_truth` says it."""
+        """The value of a branch's condition, as :meth:`_truth` gives it."""
         found = self._truth(self.value(node, frame))
         names = [frame.locals.get(each.id) for each in ast.walk(node) if isinstance(each, ast.Name)]
         if any(isinstance(each, Known) and each.path is None for each in names):
-            # Nobody knows what it follows from, to watch that.
+            # Its origin is unknown, so it cannot be watched.
             self._misses += 1
         return found
 
     def _watch_presence(self, value: Any) -> None:
-        """That there is a child: it has what every module has."""
+        """Watch that a child exists: through an attribute that every module has."""
         if isinstance(value, Part) and value.path:
             self._watch(value.inner("dump_patches"), nn.Module.dump_patches)
         parameter = isinstance(value, Weight) or (isinstance(value, Formula) and value.is_parameter)
         if parameter and self.lenient:
-            # Whoever watches a block refers to no parameter.
+            # What is watched must not refer to parameters.
             raise NotUnderstood("asks whether there is a parameter")
 
     def _of_call(self, node: ast.Call, frame: Frame) -> Any:
@@ -290,7 +290,7 @@ class Expressions(Calls):
         try:
             return self.call(called, args, options)
         except NotUnderstood:
-            # What a method of a part writes there was read.
+            # A part is not poisoned: what its methods write was read.
             tensor = called.owner if isinstance(called, Method) and isinstance(called.owner, Formula) else None
             self._poison((*args, *options.values(), tensor))
             raise
@@ -303,14 +303,14 @@ def _bare(value: Any) -> Any:
 
 
 def same_value(one: Any, two: Any) -> bool:
-    """Whether two values are the same in all that a formula says; casts that autocast or a dtype decides are none."""
+    """Whether two values have the same formula; casts that depend on autocast or a dtype do not count."""
     if isinstance(one, Formula) and isinstance(two, Formula):
         return one.value == two.value and one.width == two.width and one.shaped == two.shaped
     return bool(type(one) is type(two) and one == two)
 
 
 def _half_at(place: ast.expr, interleaved: bool) -> int:
-    """Which half ``[..., i, :]`` is, or which columns ``[..., i]`` are."""
+    """Which half ``[..., i, :]`` takes, or which columns ``[..., i]`` takes."""
     text = ast.unparse(place).replace("(", "").replace(")", "")
     places = {"..., 0": 0, "..., 1": 1} if interleaved else {"..., 0, :": 0, "..., 1, :": 1}
     found = places.get(text)

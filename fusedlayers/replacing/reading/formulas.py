@@ -1,4 +1,4 @@
-"""The formulas that the library has, found in what was read."""
+"""Recognises the library's formulas in what was read."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from .values import NotUnderstood
 
 
 class OtherFormula(NotUnderstood):
-    """What a method computes instead, as a sentence."""
+    """The method computes something else, as the message says."""
 
 
 class FFN(NamedTuple):
-    """``down(dropout(act(gate) * up))``, by the paths of its parts; dropouts by where their probability is."""
+    """``down(dropout(act(gate) * up))``, by the paths of its parts; dropouts by the path of their probability."""
 
     up: str
     down: str
     gate: str | None
     gate_rows: str | None
     activation: str
-    # What is activated, and what the FFN takes.
+    # The input of the activation, and that of the FFN.
     activated: Polynomial
     input: Polynomial
     dropout: str | None
@@ -33,10 +33,10 @@ class FFN(NamedTuple):
 
 
 def ffn_of(output: Polynomial, lines: Mapping[Polynomial, ast.stmt]) -> FFN:
-    """The FFN that this is; ``lines`` of the source are for the error.
+    """The FFN that ``output`` is; the error quotes from ``lines`` of the source.
 
     Raises:
-        OtherFormula: it is none.
+        OtherFormula: it is not an FFN.
     """
     inner, output_dropout = _undropped(output)
     last = inner.single
@@ -47,7 +47,7 @@ def ffn_of(output: Polynomial, lines: Mapping[Polynomial, ast.stmt]) -> FFN:
 
 
 def ffn_before(down: str, hidden: Polynomial, lines: Mapping[Polynomial, ast.stmt]) -> FFN:
-    """The FFN whose last linear is ``down``, which takes ``hidden``; ``lines`` of the source are for the error.
+    """The FFN whose last linear is ``down``, with the input ``hidden``; the error quotes from ``lines`` of the source.
 
     Raises:
         OtherFormula: there is none.
@@ -90,13 +90,13 @@ def _of(found: Atom) -> Polynomial:
 
 
 def _input(found: Atom) -> Polynomial:
-    """What the linear of an atom takes: the atom is a linear's result or a half of it."""
+    """The input of an atom's linear: the atom is a linear's result or a half of it."""
     linear = found if found[0] == "linear" else found[1]
     return linear[2]  # type: ignore[index]
 
 
 def _products(value: Polynomial) -> list[Atom]:
-    """What linears give, or halves of it, in a polynomial and in what its functions are of; one time each."""
+    """The distinct results of linears, or halves of them, in a polynomial and in the arguments of its functions."""
     return list(linears_in(value, halves=True))
 
 
@@ -112,7 +112,7 @@ def text(value: Polynomial) -> str:
 
 
 def _written(value: Polynomial) -> Iterator[tuple[str, Polynomial]]:
-    """Activations and norms that a polynomial is, and of what."""
+    """The activation or norm that equals a polynomial, and its argument."""
     for found in _products(value):
         for name in ACTIVATIONS:
             if name != "identity" and function(name, _of(found)) == value:

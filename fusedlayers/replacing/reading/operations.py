@@ -1,6 +1,6 @@
 """The functions and methods of torch that a formula may consist of, on tensors in normal form.
 
-What is done in place is the reader's to know: here ``inplace`` is no option.
+In-place operations are the reader's business: there is no ``inplace`` option here.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .arguments import arguments, last_dimension, plain
 from .polynomials import Polynomial, atom, number
 from .values import Dtype, Formula, Known, NotUnderstood, Training
 
-# Elementary functions, and activations, by what they are called as: functions of torch and methods of tensors.
+# Elementary functions and activations, with the torch functions that compute them.
 _FUNCTIONS: dict[str, tuple[Callable[..., Any], ...]] = {
     **{name: functions for name, functions in TORCH_FUNCTIONS.items() if name != "leaky_relu"},
     "erf": (torch.erf, torch.special.erf),
@@ -57,7 +57,7 @@ _ALIASES = {"multiply": "mul", "subtract": "sub", "divide": "div", "true_divide"
 
 
 def is_known(function: Any) -> bool:
-    """Whether a function of torch's is one that this module reads."""
+    """Whether this module can read a function of torch."""
     try:
         return function in _NAMES or function in _OTHERS or function in _INPLACE
     except TypeError:
@@ -65,7 +65,7 @@ def is_known(function: Any) -> bool:
 
 
 def call(function: Any, args: Sequence[Any], options: dict[str, Any]) -> Any:
-    """What a function of torch gives."""
+    """The result of a function of torch."""
     options = dict(options)
     if "input" in options:
         args = (options.pop("input"), *args)
@@ -75,7 +75,7 @@ def call(function: Any, args: Sequence[Any], options: dict[str, Any]) -> Any:
 
 
 def method(owner: Formula, name: str, args: Sequence[Any], options: dict[str, Any]) -> Any:
-    """What a method of a tensor gives."""
+    """The result of a method of a tensor."""
     if name not in _TENSOR_METHODS:
         raise NotUnderstood(f"calls {name} of a tensor")
     return _run(_ALIASES.get(name, name), (owner, *args), dict(options))
@@ -96,7 +96,7 @@ def binary(name: str, one: Any, other: Any) -> Formula:
         inverse = number(1 / divisor) if divisor is not None else polynomials.power(second.value, -1.0)
         value = first.value * inverse
     elif name == "mul" and 0.0 in (first.value.constant, second.value.constant):
-        # Gradients of zero are gradients, and infinity times zero is none.
+        # A product with 0 is not 0: it has gradients, and infinity times 0 is NaN.
         raise NotUnderstood("multiplies by zero")
     else:
         value = {"add": operator.add, "sub": operator.sub, "mul": operator.mul}[name](first.value, second.value)
@@ -111,7 +111,7 @@ def binary(name: str, one: Any, other: Any) -> Formula:
 
 
 def _inputs(value: Polynomial) -> set[polynomials.Atom]:
-    """What a tensor of unknown width may have its width from."""
+    """The atoms that may determine the width of a tensor of unknown width."""
     found: set[polynomials.Atom] = set()
     for each in value.atoms():
         inner = [part for part in each if isinstance(part, Polynomial)]
@@ -155,7 +155,7 @@ def _leaky_relu(x: Formula, args: Sequence[Any], options: dict[str, Any]) -> For
 
 
 def _clamp(x: Formula, args: Sequence[Any], options: dict[str, Any]) -> Formula:
-    # Not even of one side at 0: its gradient at 0 is 1, that of relu 0.
+    # Not even clamp(min=0): its gradient at 0 is 1, and relu's is 0.
     raise NotUnderstood("cuts values off by clamp")
 
 
@@ -221,7 +221,7 @@ def _norm(name: str) -> Callable[..., Formula]:
         eps = plain(given.get("eps", Known(1e-5 if name == "layer_norm" else None)), name)
         shape = shape if isinstance(shape, tuple) else (shape,)
         if x.width is None and len(shape) == 1 and type(shape[0]) is int:
-            # It takes no other width, then.
+            # It accepts only this width, then.
             x = dataclasses.replace(x, width=shape[0])
         if set(given) - set(names) or shape != (x.width,) or eps is None:
             raise NotUnderstood(f"calls {name} otherwise than over the last dimension")
@@ -277,5 +277,5 @@ _HANDLERS: dict[str, Callable[[Formula, Sequence[Any], dict[str, Any]], Any]] = 
 
 
 def torch_constant(value: Any) -> bool:
-    """Whether a value is one of torch's dtypes."""
+    """Whether a value is a torch.dtype."""
     return isinstance(value, torch.dtype) and not isinstance(value, Tensor)

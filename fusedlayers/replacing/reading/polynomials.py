@@ -1,9 +1,9 @@
-"""What a forward computes, in a normal form: a polynomial in atoms, over the last dimension.
+"""A normal form for what a forward computes: a polynomial in atoms, over the last dimension.
 
-Every tensor that a formula makes is a sum of products of atoms with coefficients: of the input, of parameters, of what
-linears, functions of one number, means over the last dimension and dropouts give of other polynomials. Products of sums
-are multiplied out, so that two ways to write one formula become one polynomial, and equal ones compute the same for
-every input. Coefficients are compared to eight digits: some write a constant with ten.
+Every tensor in a formula is a sum of products of atoms with coefficients. An atom is the input, a parameter, or the
+result of a linear, an elementwise function, a mean over the last dimension or a dropout applied to another polynomial.
+Products of sums are multiplied out, so that two ways to write one formula give one polynomial, and equal polynomials
+compute the same for every input. Coefficients are compared to eight digits: some code writes constants with only ten.
 """
 
 from __future__ import annotations
@@ -13,23 +13,23 @@ from collections.abc import Callable, Hashable, Iterable
 
 from ...kernels.activations import LEAKY_SLOPE
 
-# A kind, and what it is made of; polynomials among them.
+# (kind, parts, which may be polynomials).
 Atom = tuple[Hashable, ...]
-# Atoms and their exponents, which are positive whole numbers.
+# (atom, positive integer exponent).
 Monomial = frozenset[tuple[Atom, int]]
 
 _ONE: Monomial = frozenset()
 _DIGITS = 8
-# No formula of a layer has so many terms; a power of a sum would.
+# No formula of a layer has this many terms; a power of a sum could.
 MOST_TERMS = 64
 
 
 class TooLarge(Exception):
-    """A formula has more terms than any that the library knows."""
+    """A formula has more terms than any that the library recognises."""
 
 
 class Polynomial:
-    """A sum of products of atoms; it is hashable and never changes."""
+    """A sum of products of atoms: hashable and immutable."""
 
     __slots__ = ("_compared", "_hash", "terms")
 
@@ -71,14 +71,14 @@ class Polynomial:
 
     @property
     def constant(self) -> float | None:
-        """The number that this is, or None where an atom is in it."""
+        """The value of a constant polynomial; None if it contains an atom."""
         if not self.terms:
             return 0.0
         return self.terms.get(_ONE) if len(self.terms) == 1 else None
 
     @property
     def single(self) -> Atom | None:
-        """The atom that this is, with the coefficient 1; None where it is more than that."""
+        """The atom that this polynomial is, with coefficient 1; None if it is anything else."""
         if len(self.terms) != 1:
             return None
         [(monomial, value)] = self.terms.items()
@@ -88,7 +88,7 @@ class Polynomial:
         return found if exponent == 1 else None
 
     def atoms(self) -> Iterable[Atom]:
-        """The atoms in it, one time each; not those that they are made of."""
+        """The distinct atoms in it, without those nested in them."""
         return dict.fromkeys(each for monomial in self.terms for each, _ in monomial)
 
 
@@ -112,7 +112,7 @@ def atom(kind: str, *parts: Hashable) -> Polynomial:
 
 
 def power(base: Polynomial, exponent: float) -> Polynomial:
-    """``base`` to a power: multiplied out where that is a small whole number, else an atom."""
+    """``base`` to a power: multiplied out for integers from 0 to 4, else an atom."""
     if exponent == int(exponent) and 0 <= exponent <= 4:
         result = number(1.0)
         for _ in range(int(exponent)):
@@ -126,7 +126,7 @@ def power(base: Polynomial, exponent: float) -> Polynomial:
     if len(base.terms) == 1:
         [(monomial, factor)] = base.terms.items()
         [*found] = monomial
-        # (c q^e)^f is c^f q^(e f) where q^e is no whole power: then q is not negative, or both are NaN.
+        # (c q^e)^f is c^f q^(e f) if e is not an integer: then q >= 0, or both sides are NaN.
         if factor > 0 and len(found) == 1 and found[0][0][0] == "power":
             (_, inner, first), times = found[0]
             if first != int(first):  # type: ignore[call-overload]
@@ -135,7 +135,7 @@ def power(base: Polynomial, exponent: float) -> Polynomial:
 
 
 def is_of_rows(found: Atom) -> bool:
-    """Whether an atom is one number for each row, and so the same in all columns."""
+    """Whether an atom is one number per row, the same in all columns."""
     if found[0] == "mean":
         return True
     return found[0] in ("power", "function") and all(map(is_of_rows, _polynomial_of(found).atoms()))
@@ -146,7 +146,7 @@ def _polynomial_of(found: Atom) -> Polynomial:
 
 
 def mean(base: Polynomial) -> Polynomial:
-    """The mean over the last dimension: of each term by itself, with what is one number a row in front of it."""
+    """The mean over the last dimension, term by term; factors that are one number per row are moved out of it."""
     total = number(0.0)
     for monomial, value in base.terms.items():
         rows = frozenset(each for each in monomial if is_of_rows(each[0]))
@@ -157,7 +157,7 @@ def mean(base: Polynomial) -> Polynomial:
 
 
 def function(name: str, base: Polynomial) -> Polynomial:
-    """An elementary function of one number, or an activation, written in elementary ones."""
+    """An elementwise function, or an activation, expanded into elementary functions."""
     if name in _WRITTEN:
         return _WRITTEN[name](base)
     return atom("function", name, base)
@@ -187,7 +187,7 @@ _WRITTEN: dict[str, Callable[[Polynomial], Polynomial]] = {
 
 
 def linears_in(value: Polynomial, *, halves: bool = False) -> dict[Atom, None]:
-    """What linears give that is in a polynomial and in what its functions are of, or halves of it where ``halves``."""
+    """The results of linears in a polynomial and in its functions' arguments; with ``halves`` also halves of them."""
     found: dict[Atom, None] = {}
     left = [value]
     while left:

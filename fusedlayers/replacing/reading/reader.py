@@ -1,11 +1,12 @@
-"""Reads what a method computes: its source, step by step, over symbols, with every name resolved.
+"""Reads what a method computes, by symbolic execution of its source with every name resolved.
 
-A small language is understood: the module's own parts and parameters, functions of torch that are known, arithmetic,
-plain attributes, whose branches are decided now and watched later, and loops over own modules. Everything else ends the
-reading: an unknown name, a branch on the input, on a mode or on a global variable, a generator, a write to state.
+A small language is understood: the module's own parts and parameters, known functions of torch, arithmetic, plain
+attributes (branches on them are decided now, and the attributes watched later), and loops over own modules. Everything
+else ends the reading: an unknown name, a branch on the input, a mode or a global variable, a generator, a write to
+state.
 
-A lenient reading goes on behind what it does not understand, with a value of which nothing is known, and so finds what
-one linear gets from another in the middle of a longer method.
+A lenient reading continues after what it does not understand, with an unknown value, and so finds what one linear
+receives from another in the middle of a longer method.
 """
 
 from __future__ import annotations
@@ -35,17 +36,17 @@ class _Return(Exception):
 
 
 class Reader(Expressions):
-    """One reading of a block. See :class:`State` for what it tells."""
+    """One reading of a block. :class:`State` lists its results."""
 
     def input(self, width: int | None, name: str = "x") -> Formula:
-        """An argument of the method that is a tensor."""
+        """A tensor argument of the method."""
         return Formula(atom("input", name), width, given=True)
 
     def read(self, method: Callable[..., Any], *args: Any) -> Any:
-        """What the method returns, called with the block and these values.
+        """What the method returns when called with the block and these values.
 
         Raises:
-            NotUnderstood: it does what no formula says, with the line.
+            NotUnderstood: it does something that is no formula; the message quotes the line.
         """
         try:
             result = self.inlined(method, (Part("", self.block), *args), {})
@@ -55,7 +56,7 @@ class Reader(Expressions):
             raise NotUnderstood("computes a larger formula than any that is known") from None
 
     def inlined(self, function: Callable[..., Any], args: Sequence[Any], options: dict[str, Any]) -> Any:
-        """What a function of Python gives, step by step."""
+        """The result of a Python function, executed step by step."""
         self._calls += 1
         if self._calls > _MOST_CALLS or len(self._frames) > 20:
             raise NotUnderstood("calls too many functions")
@@ -80,7 +81,7 @@ class Reader(Expressions):
         return Known(None)
 
     def _is_of_block(self, function: Any, args: Sequence[Any]) -> bool:
-        """Whether it is a method of the block, or a function that one calls; the forward of a child is neither."""
+        """Whether it is a method of the block, or a function called by one; the forward of a child is neither."""
         if args and args[0] == Part("", self.block):
             return True
         called = bool(self._frames) and self._frames[-1].of_block
@@ -100,7 +101,7 @@ class Reader(Expressions):
         if len(args) > len(names):
             raise NotUnderstood("takes arguments of any number")
         if self.lenient and not self._frames:
-            # Whoever calls the method may give others.
+            # Callers of the method may pass other values.
             bound = {name: self.unknown() for name in bound}
         bound |= dict(zip(names, args, strict=False))
         known = {*names, *(each.arg for each in given.kwonlyargs)}
@@ -169,10 +170,10 @@ class Reader(Expressions):
             raise NotUnderstood(f"has a {type(node).__name__.lower()} statement")
 
     def _apart(self, node: ast.With | ast.Try | ast.While, frame: Frame) -> None:
-        """A statement whose body runs under a mode, until something is raised, or several times."""
+        """A with, try or while statement: its body runs under a mode, until something is raised, or several times."""
         self._misses += 1
         if isinstance(node, ast.While):
-            # What one round leaves is what the next one finds.
+            # Each iteration starts from what the previous one left.
             self._forget(node, frame)
         for each in node.items if isinstance(node, ast.With) else ():
             self.value(each.context_expr, frame)
@@ -184,7 +185,7 @@ class Reader(Expressions):
         try:
             self._body(node.body, frame)
         except _Return as result:
-            # It may have raised before, and somebody goes on from there.
+            # It may raise before it returns, and the code after it runs then.
             self._escape_behind(node, frame)
             returned = result
         for body in others:
@@ -195,7 +196,8 @@ class Reader(Expressions):
         self._forget(node, frame)
 
     def _perhaps(self, body: Sequence[ast.stmt], frame: Frame, node: ast.stmt) -> None:
-        """Statements that may run or not; of what ``node``, which they are a part of, writes nothing is known then."""
+        """Statements that may or may not run: afterwards nothing is known of what ``node``, which contains them,
+        writes."""
         try:
             self._body(body, frame)
         except _Return as result:
@@ -222,11 +224,11 @@ class Reader(Expressions):
             raise NotUnderstood("writes to state")
 
     def _writes_a_number(self, target: ast.Attribute, value: Any, frame: Frame) -> bool:
-        """Whether a statement counts something in an attribute, of which nothing is known from then on."""
+        """Whether a statement writes a number, such as a counter, to an attribute, which is unknown from then on."""
         owner = self.value(target.value, frame)
         if isinstance(owner, Known) and owner.path is not None:
             self.written.add(f"{owner.path}.{target.attr}")
-            # The same object may have another name.
+            # The same object may be known by another name.
             self._misses += 1
         if not isinstance(owner, Part) or type(owner.module).__setattr__ is not nn.Module.__setattr__:
             return False
@@ -263,7 +265,7 @@ class Reader(Expressions):
         for body in (node.body, node.orelse):
             frame.locals = dict(before)
             if any(isinstance(each, ast.Raise) for each in body) and self.lenient:
-                # Whoever catches it may use what it names.
+                # A handler may use the names in it.
                 for each in body:
                     self._escape_names(each, frame)
                 continue
@@ -292,7 +294,7 @@ class Reader(Expressions):
     def _loop(self, node: ast.For, frame: Frame) -> None:
         values = self._items(self.value(node.iter, frame))
         if values is None and self.lenient:
-            # What one round leaves is what the next one finds.
+            # Each iteration starts from what the previous one left.
             self._misses += 1
             self._forget(node, frame)
             self._perhaps(node.body, frame, node)
@@ -307,13 +309,13 @@ class Reader(Expressions):
             self._body(node.body, frame)
 
     def _escape_behind(self, node: ast.With | ast.Try | ast.While, frame: Frame) -> None:
-        """What is read behind the body of a statement, or in its other branches, is used there."""
+        """What is read after the body of a statement, or in its other branches, counts as used there."""
         last = node.body[-1].end_lineno or 0
         names = [each for each in ast.walk(frame.tree) if isinstance(each, ast.Name) and each.lineno > last]
         self._escape([frame.locals.get(each.id) for each in names])
 
     def _forget(self, node: ast.AST, frame: Frame) -> None:
-        """Behind a statement that was not understood nothing is known of what it writes."""
+        """After a statement that was not understood, what it writes is unknown."""
         for each in ast.walk(node):
             for name in _bound_by(each):
                 frame.locals[name] = self.unknown()
@@ -331,12 +333,12 @@ class Reader(Expressions):
 
 
 def _bound_by(node: ast.AST) -> list[str]:
-    """The names to which a statement, or a part of one, gives other values, or none."""
+    """The names that a statement, or a part of one, assigns or deletes."""
     if isinstance(node, ast.Name):
         return [] if isinstance(node.ctx, ast.Load) else [node.id]
     if isinstance(node, ast.alias):
         return [node.asname or node.name.partition(".")[0]]
-    # Functions and classes, what exceptions are caught as, and what patterns match.
+    # Names of functions and classes, of caught exceptions, and of match patterns.
     names = (getattr(node, field, None) for field in ("name", "rest"))
     return [name for name in names if isinstance(name, str)]
 
@@ -350,7 +352,7 @@ def _with_line(reason: NotUnderstood, statement: ast.stmt) -> NotUnderstood:
 
 
 def functions_of(kind: type[nn.Module]) -> Iterator[tuple[str, types.FunctionType]]:
-    """The methods that a class and its bases define, but for those of ``nn.Module``; the nearest of each name."""
+    """The methods that a class and its bases define, up to ``nn.Module``; the first in the MRO of each name."""
     seen: set[str] = set()
     for base in kind.__mro__:
         if base is nn.Module:

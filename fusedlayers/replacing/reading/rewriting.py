@@ -1,11 +1,12 @@
-"""The methods that an FFN is in, with the FFN in one piece: few edits of their syntax trees.
+"""Edits the syntax trees of the methods that contain an FFN, so that the FFN is one call.
 
-From where the first linear is called to where the last one is, a method hands on a hidden. In its place stands what the
-FFN takes: a call of the first linear becomes its argument, what is made of its result becomes that result again, and
-the call of the last linear becomes a call of the FFN. Everything else stays as its author wrote it. A child that takes
-the hidden and calls the last linear gets the result of the FFN instead, and its forward is edited likewise.
+Between the calls of the first and the last linear, a method passes a hidden on. In its place goes the input of the FFN:
+a call of the first linear becomes its argument, an operation on the hidden becomes its operand, and the call of the
+last linear becomes a call of the FFN. Everything else stays as its author wrote it. A child that takes the hidden and
+calls the last linear is given the result of the FFN instead, and its forward is edited likewise.
 
-The edits hold for what was read, and so do the methods; a hidden that is used for anything else ends the search.
+The edits are valid as long as the methods and what was read in them are; a hidden that is used for anything else ends
+the search.
 """
 
 from __future__ import annotations
@@ -29,15 +30,15 @@ from .sources import compiled, tree_of, without_decorators
 from .state import Frame
 from .values import Formula, Method, NotUnderstood, Part, Unknown
 
-# What edited methods call, as a variable around them: the FFN, then each of the edited methods.
+# The closure variable that edited methods call: a tuple of the FFN, then each edited method.
 _FUSED = "__fused__"
-# With these a method may read a variable that nobody sees it read.
+# A method that calls these may read a variable unseen.
 _PEEKING = {"locals", "vars", "eval", "exec", "dir"}
 _TESTING = (ast.If, ast.Assert, ast.While)
 
 
 class EditedMethod(NamedTuple):
-    """A method, by its class and name; a number that its source has; and its edited tree, pickled."""
+    """A method: class, name, a checksum of its source, and its edited tree, pickled."""
 
     owner: type[nn.Module]
     name: str
@@ -46,7 +47,7 @@ class EditedMethod(NamedTuple):
 
 
 def edits_for(reader: Reader, ffn: FFN, owner: type[nn.Module], name: str) -> tuple[EditedMethod, ...]:
-    """The method that was read, and those that it calls on the way, with this FFN in one piece.
+    """The method that was read, and those that it calls on the way, edited to run this FFN as one call.
 
     Raises:
         NotUnderstood: the method uses its hidden for something else, too.
@@ -57,9 +58,9 @@ def edits_for(reader: Reader, ffn: FFN, owner: type[nn.Module], name: str) -> tu
 
 
 def reads_for(reader: Reader, ffn: FFN) -> dict[str, list[Any]]:
-    """What was read in methods of the block, in those that its FFN is in, and between its linears.
+    """What was read in methods of the block, in those that contain its FFN, and between its linears.
 
-    Keys of the reader's ``watched``, ``methods`` and ``functions``, by these names.
+    Keys of the reader's ``watched``, ``methods`` and ``functions``, under these names.
     """
     paths = {ffn.up, ffn.gate, ffn.down}
     times = {call.time for call in reader.linears if call.path in paths}
@@ -69,7 +70,7 @@ def reads_for(reader: Reader, ffn: FFN) -> dict[str, list[Any]]:
     for read in reader.reads:
         near = read.frame in frames or read.time in times
         if read.kind == "watched" and reader.is_written(read.key):
-            # What goes into an attribute alone decides nothing.
+            # A value that is only written to an attribute decides nothing.
             targets = getattr(read.statement, "targets", [getattr(read.statement, "target", None)])
             if near and not all(isinstance(each, ast.Attribute) for each in targets):
                 raise NotUnderstood(f"reads {read.key}, which it writes")
@@ -84,7 +85,7 @@ def reads_for(reader: Reader, ffn: FFN) -> dict[str, list[Any]]:
 
 
 def _spans(reader: Reader, ffn: FFN) -> Iterator[tuple[int, int]]:
-    """From which to which of the linears that were called an FFN reaches, each time that it was met."""
+    """(first, last) index of the linear calls of an FFN, each time that it occurs."""
     begin = None
     for place, call in enumerate(reader.linears):
         if call.path in (ffn.up, ffn.gate):
@@ -95,7 +96,7 @@ def _spans(reader: Reader, ffn: FFN) -> Iterator[tuple[int, int]]:
 
 
 def _frames_with(frame: Frame, paths: set[str | None]) -> Iterator[Frame]:
-    """The functions in which one of these linears is called, however deep."""
+    """The functions in which one of these linears is called, directly or not."""
     inner = [each for frames in frame.called.values() for called in frames for each in _frames_with(called, paths)]
     parts = (each for values in frame.values.values() for each in values if isinstance(each, Part))
     if inner or any(part.path in paths for part in parts):
@@ -103,18 +104,18 @@ def _frames_with(frame: Frame, paths: set[str | None]) -> Iterator[Frame]:
 
 
 class _Edits:
-    """The edits of one method, and of those that it calls: into ``methods``, which they call by their numbers there."""
+    """Edits one method and those that it calls. They go into ``methods``, and call each other by their index there."""
 
     def __init__(
         self, reader: Reader, ffn: FFN, methods: list[EditedMethod], frame: Frame, *, outermost: bool = True
     ) -> None:
         self.reader, self.ffn, self.methods, self.frame, self.outermost = reader, ffn, methods, frame, outermost
-        # The variables that hold the hidden, and how often the last linear is called.
+        # The variables that hold the hidden, and the number of calls of the last linear.
         self.names: set[str] = set()
         self.downs = 0
 
     def add(self, owner: type[nn.Module], name: str) -> int:
-        """Edit the method; returns its number."""
+        """Edit the method; returns its index."""
         number, tree, code = len(self.methods), self.frame.tree, self.frame.function.__code__
         method = EditedMethod(owner, name, _number_of(tree), b"")
         self.methods.append(method)
@@ -128,7 +129,7 @@ class _Edits:
         return number
 
     def made(self, node: Any) -> Any:
-        """What stands in the place of a statement, an expression or several of them."""
+        """The replacement of a statement, an expression or a list of them."""
         if isinstance(node, list):
             return [self.made(each) for each in node]
         if not isinstance(node, ast.AST):
@@ -151,11 +152,11 @@ class _Edits:
         return new
 
     def _value(self, node: ast.AST) -> Any:
-        """What the expression stood for; None where it was not read."""
+        """The last value of the expression; None if it was not read."""
         return (self.frame.values.get(node) or [None])[-1]
 
     def _holds_hidden(self, value: Any) -> bool:
-        """Whether a value is a hidden on its way, or a tuple of such."""
+        """Whether a value is the hidden or an intermediate on its way, or a tuple of these."""
         if isinstance(value, tuple):
             return bool(value) and all(map(self._holds_hidden, value))
         into = (self.ffn.up, self.ffn.gate)
@@ -164,14 +165,14 @@ class _Edits:
         )
 
     def _is_hidden(self, node: ast.AST) -> bool:
-        """Whether an expression is a hidden, whenever it was read."""
+        """Whether an expression was a hidden each time it was read."""
         found = {self._holds_hidden(value) for value in self.frame.values.get(node, ())}
         if len(found) == 2 and not isinstance(node, ast.AugAssign):
             raise NotUnderstood(f"has a hidden in `{ast.unparse(node)}` some of the time")
         return True in found
 
     def _parts(self, node: ast.AST) -> Iterator[ast.expr]:
-        """The expressions in another one that were read, but for those inside of them."""
+        """The outermost expressions inside another one that were read."""
         for each in ast.iter_child_nodes(node):
             if each in self.frame.values and isinstance(each, ast.expr):
                 yield each
@@ -179,7 +180,7 @@ class _Edits:
                 yield from self._parts(each)
 
     def _of_hidden(self, node: ast.expr) -> ast.expr:
-        """In the place of a hidden stands what it is made of, and in that of the first one what the FFN takes."""
+        """The replacement of a hidden: its operand, and of the first one the input of the FFN."""
         value = self._value(node)
         if isinstance(node, ast.Name):
             self.names.add(node.id)
@@ -198,7 +199,7 @@ class _Edits:
         return made
 
     def _input_of(self, value: Any) -> Any:
-        """What stands for the input of the linears that a hidden is made of, which is one tensor."""
+        """The value that is the input of the linears behind a hidden, which must be one tensor."""
         values = value if isinstance(value, tuple) else (value,)
         atoms = [found for each in values for found in linears_in(_polynomial(each))]
         given = [call.given for call in self.reader.linears if call.output.single in atoms]
@@ -207,20 +208,20 @@ class _Edits:
         return given[0]
 
     def _argument(self, node: ast.expr, given: Any) -> ast.expr | None:
-        """What a call that gives a hidden takes, if that is what the FFN takes."""
+        """The argument of a call that returns a hidden, if it is the input of the FFN."""
         found = _arguments(node) if isinstance(node, ast.Call) else []
         return next((each for each in found if _is_same(self._value(each), given)), None)
 
     def _first_hidden(self, node: ast.expr) -> ast.expr | None:
         for each in self._parts(node):
-            # Itself, or the owner of a method.
+            # The expression itself, or the owner of a method.
             for found in (each, each.value if isinstance(each, ast.Attribute) else each):
                 if self._is_hidden(found):
                     return found
         return None
 
     def _of_use(self, node: ast.expr, used: list[ast.expr]) -> ast.expr:
-        """The last linear takes the hidden, or a child that calls it does."""
+        """A use of the hidden: only by the last linear, or by a child that calls it."""
         if not isinstance(node, ast.Call) or len(used) > 1 or used[0] not in _arguments(node):
             raise _used(node)
         self.downs += 1
@@ -230,7 +231,7 @@ class _Edits:
         return self._ffn(used[0])
 
     def _ffn(self, hidden: ast.expr) -> ast.expr:
-        """The FFN of what stands in the place of the hidden; in a child that is its result already."""
+        """A call of the FFN with the replacement of the hidden; in a child this is already its result."""
         made: ast.expr = self.made(hidden)
         if not self.outermost:
             return made
@@ -238,7 +239,7 @@ class _Edits:
         return ast.copy_location(ast.Call(_fused(0), [block, made], []), hidden)
 
     def _of_call(self, node: ast.expr, hidden: ast.expr | None = None) -> ast.expr:
-        """A call of a method that is edited itself, and takes the hidden or gives one."""
+        """A call of a method that is edited itself, and takes or returns a hidden."""
         called, frames = self._value(getattr(node, "func", node)), self.frame.called.get(node, [])  # type: ignore[call-overload]
         owner = called.owner if isinstance(called, Method) else called
         if not isinstance(node, ast.Call) or len(frames) != 1 or not isinstance(owner, Part):
@@ -271,7 +272,7 @@ def _polynomial(value: Formula | Halves) -> Polynomial:
 
 
 def _is_same(one: Any, two: Any) -> bool:
-    """Whether two values are one tensor, and not two of one formula."""
+    """Whether two values are one tensor, not just two with the same formula."""
     return one is two or (isinstance(one, Unknown) and one == two)
 
 
@@ -289,9 +290,9 @@ def _fused(number: int) -> ast.expr:
 
 
 def edited(methods: Sequence[EditedMethod], original: Callable[..., Any], ffn: Callable[..., Any]) -> Any:
-    """The first of the methods, edited, in the place of the original one; ``ffn`` is called with the block and x.
+    """The first of the edited methods, to replace the original one; it calls ``ffn`` with the block and x.
 
-    None where a source is another one than that which was read, or where a decorator hides its function.
+    None if a source has changed since it was read, or if a decorator hides its function.
     """
     fused = types.CellType()
     found: list[Any] = [ffn]
@@ -312,7 +313,7 @@ def edited(methods: Sequence[EditedMethod], original: Callable[..., Any], ffn: C
 
 
 def _compiled(function: Any, tree: bytes, fused: types.CellType) -> Any:
-    """An edited method, with the variables around the original one."""
+    """An edited method, with the closure of the original one."""
     old = function.__code__
     code = compiled(ast.increment_lineno(pickle.loads(tree), old.co_firstlineno - 1), function, _FUSED)
     cells = dict(zip(old.co_freevars, function.__closure__ or (), strict=True)) | {_FUSED: fused}
@@ -320,7 +321,7 @@ def _compiled(function: Any, tree: bytes, fused: types.CellType) -> Any:
 
 
 def _with_inner(outer: Any, inner: Any, function: Any) -> Any:
-    """A decorated function around another one than before; None where nobody knows how."""
+    """The decorated function with its inner function replaced; None if the inner one cannot be located."""
     if outer is inner or function is None:
         return function
     if not isinstance(outer, types.FunctionType):
@@ -338,6 +339,6 @@ def _function(like: Any, code: types.CodeType, closure: tuple[types.CellType, ..
     made = types.FunctionType(code, like.__globals__, like.__name__, like.__defaults__, closure)
     functools.update_wrapper(made, like, updated=())
     made.__kwdefaults__ = like.__kwdefaults__
-    # The same attributes, and not a copy: a decorator may count in them.
+    # The same dict, not a copy: a decorator may keep counters there.
     made.__dict__ = like.__dict__
     return made

@@ -1,4 +1,4 @@
-"""Operations that change a shape, or take a tensor apart: those that move nothing, and halves of a linear's result."""
+"""Operations that change a shape without moving data, or split a linear's result into halves."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .values import Formula, Known, NotUnderstood, Shape
 
 
 def halves_of(x: Formula, sizes: Sequence[int]) -> tuple[Formula, ...]:
-    """The columns of a tensor, one group after the other."""
+    """The columns of a tensor in two halves."""
     found, width = x.value.single, x.width
     if found is None or width is None or sum(sizes) != width or len(set(sizes)) != 1 or len(sizes) != 2:
         raise NotUnderstood("cuts a tensor otherwise than a linear's result into halves")
@@ -41,14 +41,14 @@ def split(x: Formula, args: Sequence[Any], options: dict[str, Any]) -> tuple[For
 
 @dataclasses.dataclass(frozen=True)
 class Halves:
-    """A linear's result as ``[..., 2, N]`` or ``[..., N, 2]``: its halves, or its even and odd columns."""
+    """A linear's result viewed as ``[..., 2, N]`` or ``[..., N, 2]``: its halves, or its even and odd columns."""
 
     of_tensor: Formula
     interleaved: bool
 
     @classmethod
     def of(cls, x: Formula, sizes: Any) -> Halves:
-        """The tensor with its last dimension taken apart like this."""
+        """The tensor with its last dimension split into these sizes."""
         if x.width is None or x.value.single is None or len(sizes) != 2 or x.width % 2:
             raise NotUnderstood("takes the last dimension apart otherwise than into two")
         sizes = tuple(x.width // 2 if size == -1 else size for size in sizes)

@@ -1,4 +1,4 @@
-"""The sizes of linear layers of any making, and where they are in a block."""
+"""The sizes of linear layers of any class, and their paths in a block."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from torch import nn
 
 
 def widths(module: nn.Module) -> tuple[int, int] | None:
-    """(in_features, out_features) of a linear layer of any making; None for anything else."""
+    """(in_features, out_features) of a linear layer of any class; None for anything else."""
     return _integers(module, "in_features", "out_features")
 
 
 def sizes_of_linear(module: nn.Module) -> tuple[int, int] | None:
-    """The same, for transformers' ``Conv1D``, too."""
+    """:func:`widths`, also of transformers' ``Conv1D``."""
     return widths(module) or _integers(module, "nx", "nf")
 
 
 def _integers(module: nn.Module, first: str, second: str) -> tuple[int, int] | None:
     kind = type(module)
-    # That a module has no such attribute takes torch longer to say than all the rest.
+    # nn.Module.__getattr__ takes longer to raise than everything else here.
     if first not in vars(module) and kind.__getattr__ is nn.Module.__getattr__ and not hasattr(kind, first):
         return None
     inputs, outputs = getattr(module, first, None), getattr(module, second, None)
@@ -27,7 +27,7 @@ def _integers(module: nn.Module, first: str, second: str) -> tuple[int, int] | N
 
 
 def linears(block: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The linear layers of any making in a block, and their paths; not what such a layer consists of."""
+    """The linear layers of any class in a block, and their paths; not the layers inside such a layer."""
     for name, child in block.named_children():
         if sizes_of_linear(child) is not None:
             yield name, child

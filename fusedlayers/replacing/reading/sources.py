@@ -1,4 +1,4 @@
-"""The source of a function as a syntax tree, believed only where it compiles to the code that runs."""
+"""The syntax tree of a function, accepted only if it compiles to the code that runs."""
 
 from __future__ import annotations
 import __future__
@@ -15,11 +15,11 @@ from typing import Any, cast
 from ..remembering import Remembered
 from .values import NotUnderstood
 
-# The features of Python that a module may have asked for.
+# The compiler flags of all __future__ imports.
 _FUTURE = functools.reduce(
     operator.or_, (getattr(__future__, name).compiler_flag for name in __future__.all_feature_names)
 )
-# What compiled functions do, besides their constants. Where exceptions are caught is not among the instructions.
+# What two equal functions share, besides constants. Exception handlers are in a table of their own.
 _OF_CODE = (
     "co_code", "co_names", "co_varnames", "co_exceptiontable", "co_argcount", "co_posonlyargcount", "co_kwonlyargcount"
 )  # fmt: skip
@@ -40,7 +40,7 @@ def tree_of(function: Callable[..., Any]) -> ast.FunctionDef:
     """The definition of a function.
 
     Raises:
-        NotUnderstood: it has no source, as in an extension, or its code is not that of the source.
+        NotUnderstood: it has no source, as in an extension, or its source compiles to other code.
     """
     if not isinstance(function, types.FunctionType):
         raise NotUnderstood(f"calls {getattr(function, '__qualname__', function)!s}, which has no source")
@@ -53,7 +53,7 @@ def tree_of(function: Callable[..., Any]) -> ast.FunctionDef:
 
 
 def _read(function: types.FunctionType) -> ast.FunctionDef | str:
-    """The definition of a function, whose first line has the number 1; or why there is none to believe."""
+    """The definition of a function, with line numbers from 1; or why there is none."""
     name, first = function.__qualname__, function.__code__.co_firstlineno
     try:
         lines, _ = inspect.findsource(function)
@@ -66,10 +66,10 @@ def _read(function: types.FunctionType) -> ast.FunctionDef | str:
         definitions = []
     if not definitions:
         return f"has no source for {name}"
-    # A file is compiled as a whole, and a notebook statement by statement.
+    # A file is compiled as a whole, a notebook cell statement by statement.
     units = dict.fromkeys((_imports(file.body), _imports(statements)))
     same = [each for each in definitions if any(_compiles_to(each, function, imports) for imports in units)]
-    # Of several lambdas on a line all may be the one.
+    # Several equal lambdas on one line are interchangeable.
     if same and all(ast.dump(each) == ast.dump(same[0]) for each in same[1:]):
         return ast.increment_lineno(same[0], 1 - first)
     return f"runs other code than the source of {name} says"
@@ -77,12 +77,12 @@ def _read(function: types.FunctionType) -> ast.FunctionDef | str:
 
 @functools.lru_cache(maxsize=4)
 def _parsed(lines: tuple[str, ...]) -> ast.Module:
-    """A file, of which several functions are read one after another."""
+    """A parsed file, cached while several of its functions are read."""
     return ast.parse("".join(lines))
 
 
 def _imports(statements: Iterable[ast.AST]) -> frozenset[str]:
-    """The names that statements import by themselves; functions and classes among them import for themselves alone."""
+    """The names that statements import, without those imported inside functions and classes."""
     found: set[str] = set()
     left = list(statements)
     while left:
@@ -95,12 +95,12 @@ def _imports(statements: Iterable[ast.AST]) -> frozenset[str]:
 
 
 def _first_line(node: Any) -> int:
-    """Where the code of a function begins: with its first decorator."""
+    """The first line of a function's code: that of its first decorator."""
     return min((each.lineno for each in getattr(node, "decorator_list", ())), default=node.lineno)
 
 
 def _is_at(node: Any, line: int) -> bool:
-    """Whether a node, or something in it, may stand on a line."""
+    """Whether a node, or something in it, may be on a line."""
     return not hasattr(node, "lineno") or _first_line(node) <= line <= node.end_lineno
 
 
@@ -115,7 +115,7 @@ def _functions_at(node: ast.AST, line: int, owner: str) -> Iterator[tuple[ast.Fu
 
 
 def _copied(function: ast.FunctionDef | ast.Lambda, owner: str) -> ast.FunctionDef:
-    """A definition of its own, with the names that a class around it gives."""
+    """A copy of a definition, with private names mangled as in its class."""
     made: Any = pickle.loads(pickle.dumps(function))
     if isinstance(made, ast.Lambda):
         body = ast.copy_location(ast.Return(made.body), made)
@@ -126,12 +126,13 @@ def _copied(function: ast.FunctionDef | ast.Lambda, owner: str) -> ast.FunctionD
 
 
 def _make_private(node: ast.AST, owner: str) -> None:
-    """Write the names of attributes and variables as the compiler does within a class: ``__up`` as ``_Block__up``."""
+    """Mangle private names of attributes and variables as the compiler does within a class: ``__up`` is
+    ``_Block__up``."""
     inner = node.name if isinstance(node, ast.ClassDef) else owner
     if isinstance(node, (ast.Global, ast.Nonlocal)):
         node.names = [_private(each, owner) for each in node.names]
     for field, value in ast.iter_fields(node):
-        # The names of keyword arguments and of modules stay.
+        # Names of keyword arguments and of modules are not mangled.
         if isinstance(value, str) and (field in _NAMING or isinstance(node, ast.arg)):
             setattr(node, field, _private(value, owner))
         for each in value if isinstance(value, list) else [value]:
@@ -140,26 +141,26 @@ def _make_private(node: ast.AST, owner: str) -> None:
 
 
 def _private(name: str, owner: str) -> str:
-    """A name as the compiler writes it within a class."""
+    """A name as the compiler mangles it within a class."""
     owner = owner.lstrip("_")
     hidden = owner and name.startswith("__") and not name.endswith("__") and "." not in name
     return f"_{owner}{name}" if hidden else name
 
 
 def without_decorators(definition: ast.FunctionDef) -> ast.FunctionDef:
-    """The same definition, of a function that nothing is done to."""
+    """The same definition without decorators."""
     return ast.copy_location(_definition(definition.name, definition.args, definition.body), definition)
 
 
 def _definition(name: str, arguments: ast.arguments, body: list[Any]) -> ast.FunctionDef:
-    """A definition with nothing else."""
-    # A field of newer releases of Python.
+    """A definition without decorators or annotations."""
+    # A field that only newer Python releases have.
     others: dict[str, Any] = {"type_params": []} if "type_params" in ast.FunctionDef._fields else {}
     return ast.FunctionDef(name=name, args=arguments, body=body, decorator_list=[], **others)
 
 
 def _compiles_to(definition: ast.FunctionDef, function: types.FunctionType, imports: frozenset[str]) -> bool:
-    """Whether a definition compiles to the function's code, whatever decorators there are: they have been called."""
+    """Whether a definition compiles to the function's code, ignoring decorators, which have already been applied."""
     found = compiled(without_decorators(definition), function, imports=imports)
     return found is not None and _alike(found, function.__code__)
 
@@ -167,20 +168,20 @@ def _compiles_to(definition: ast.FunctionDef, function: types.FunctionType, impo
 def compiled(
     bare: ast.FunctionDef, function: types.FunctionType, *variables: str, imports: Iterable[str] = ()
 ) -> types.CodeType | None:
-    """The code of a definition without decorators, in the place of the function's.
+    """The code of a definition without decorators, compiled in the context of the function.
 
-    ``variables`` are names around it besides those that the function has; ``imports`` are those that its file imports:
-    calls of what they have compile to other instructions, whatever the names stand for in the function.
+    ``variables`` are names of the enclosing scope besides the function's free variables. ``imports`` are the names that
+    its file imports: a call of an attribute of an imported name compiles to other instructions.
     """
     code = function.__code__
-    # A method that says super() takes its class from around it.
+    # A method that calls super() takes its class from the enclosing scope.
     parameters = [ast.arg(arg=name) for name in (*code.co_freevars, *variables)]
     around = ast.arguments(posonlyargs=[], args=parameters, kwonlyargs=[], kw_defaults=[], defaults=[])
     inner: Any = bare
     if bare.name == "<lambda>":
         result: Any = bare.body[0]
         inner = ast.Expr(ast.Lambda(bare.args, result.value))
-    # Its own name is that of something else, unless it is a function inside of another one that calls itself.
+    # Its own name is global, unless it is a nested function that calls itself.
     own = [] if bare.name in {"<lambda>", *code.co_freevars} else [ast.Global(names=[bare.name])]
     outer = _definition("outer", around, [*own, inner])
     imported: list[Any] = [ast.Import(names=[ast.alias(name=name)]) for name in imports]
@@ -203,7 +204,7 @@ def _code_named(code: types.CodeType, name: str) -> types.CodeType | None:
 
 
 def _alike(one: types.CodeType, other: types.CodeType) -> bool:
-    """Whether two codes do the same: their instructions, names and constants, and those of functions inside."""
+    """Whether two code objects do the same: their instructions, names and constants, and those of nested functions."""
     if any(getattr(one, name, None) != getattr(other, name, None) for name in _OF_CODE):
         return False
     if len(one.co_consts) != len(other.co_consts):
@@ -218,7 +219,7 @@ def _alike(one: types.CodeType, other: types.CodeType) -> bool:
 
 
 def _are_names_inside(one: Any, other: Any) -> bool:
-    """Whether these are the names of one function inside of another, which Python 3.10 keeps among the constants."""
+    """Whether these are qualified names of one nested function, which Python 3.10 keeps among the constants."""
     inside = ".<locals>."
     both = isinstance(one, str) and isinstance(other, str) and inside in one and inside in other
     return both and one.rpartition(inside)[2] == other.rpartition(inside)[2]

@@ -1,4 +1,4 @@
-"""What a reading has seen so far, and what becomes of values that it loses sight of."""
+"""The state of a reading, and what becomes of values that it loses track of."""
 
 from __future__ import annotations
 
@@ -21,32 +21,32 @@ from .values import Formula, Known, Listed, Method, NotUnderstood, Part, Unknown
 
 @dataclasses.dataclass(frozen=True)
 class Undecided:
-    """A condition on dtypes, which is another in every call: what follows must be the same either way."""
+    """A condition on dtypes, which may differ between calls: both branches must compute the same."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Weight:
-    """A parameter that is no vector: its dtype is all that a formula may ask for."""
+    """A parameter that is not a vector: a formula may ask only for its dtype."""
 
     path: str
 
 
 class LinearCall(typing.NamedTuple):
-    """A linear that was called, with what, and when: how many things were not understood before."""
+    """A call of a linear: its input and output, and ``time``, the number of things not understood before it."""
 
     path: str
     input: Polynomial
     output: Polynomial
     time: int
-    # What stood for the input: two tensors may have one formula, and two dropouts of one tensor have.
+    # The value passed in: two tensors may have one formula, as two dropouts of one tensor do.
     given: Any = None
 
 
 class Frame:
-    """A function that is being read, and what its names stand for.
+    """A function that is being read, and the values of its names.
 
-    A lenient reading remembers what each expression stood for, which functions each call led into, and whether the
-    function counts something in an attribute.
+    A lenient reading records the values of each expression, the functions that each call entered, and whether the
+    function writes a counter to an attribute.
     """
 
     def __init__(
@@ -63,17 +63,16 @@ class Frame:
 
 @functools.lru_cache(maxsize=256)
 def _bindings(tree: ast.FunctionDef) -> tuple[set[str], bool]:
-    """(names that functions inside of this one may give to other values, whenever they are called; whether any
-    expression gives a name to a value)."""
+    """(names that nested functions may reassign at any call; whether any expression has a walrus)."""
     nodes = list(ast.walk(tree))
     shared = {name for each in nodes if isinstance(each, ast.Nonlocal) for name in each.names}
     return shared, any(isinstance(each, ast.NamedExpr) for each in nodes)
 
 
 class Read(typing.NamedTuple):
-    """That a lenient reading has read something: in which of its dictionaries it is, and when and where that was.
+    """A record that a lenient reading has read something: the dictionary that holds it, its key there, when and where.
 
-    ``linears`` is the number of linears that were called before.
+    ``linears`` is the number of linears that were called before it.
     """
 
     kind: str
@@ -85,25 +84,25 @@ class Read(typing.NamedTuple):
 
 
 class State:
-    """One reading of a block: what it has found, and which names stand for what.
+    """One reading of a block: its results, and the values of names.
 
     Attributes:
         watched: attributes that were read, by path, with the values for which the reading holds.
-        methods: the methods that were read besides forward, by their classes and names.
-        functions: the user's functions that were read, by the names of their modules and their own.
-        linears: the linears that were called, in this order.
-        called: activations that are parts, attributes or functions of torch: the path, "" for a function, and what it
-            gave for what.
-        norms: for each of torch's fused norms that was called, whether all that it took was cast to float32.
+        methods: the methods that were read besides forward, by class and name.
+        functions: the user's functions that were read, by module and name.
+        linears: the calls of linears, in order.
+        called: (path, input, output) of activations that are parts, attributes or functions of torch; "" for a
+            function.
+        norms: for each call of a fused norm of torch, whether all of its tensors were cast to float32.
         handed: the children that were called with tensors, by path, and each tensor.
-        reads: each time that something was read which ``watched``, ``methods`` or ``functions`` has.
-        asks_class: the statement that asks for the class of the block, or None.
-        written: attributes in which the block counts something, and objects and parts that were handed to what is not
-            known, by path.
+        reads: each read that is recorded in ``watched``, ``methods`` or ``functions``, in order.
+        asks_class: the statement that inspects the class of the block, or None.
+        written: paths of attributes in which the block counts something, and of objects and parts passed to unknown
+            code.
     """
 
     def __init__(self, block: nn.Module, *, lenient: bool = False, dtype: torch.dtype | None = None) -> None:
-        # Where ``dtype`` is given, the reading holds for input and parameters of that dtype alone.
+        # With ``dtype``, the reading holds only for input and parameters of that dtype.
         self.block, self.lenient, self.dtype = block, lenient, dtype
         self.watched: dict[str, Any] = {}
         self.methods: dict[tuple[type[nn.Module], str], Any] = {}
@@ -114,45 +113,45 @@ class State:
         self.reads: list[Read] = []
         self.outermost: Frame
         self.called: list[tuple[str, Polynomial, Polynomial]] = []
-        # Linears whose results went where a lenient reading does not follow.
+        # Linears whose results went to code that a lenient reading does not follow.
         self.escaped: set[str] = set()
-        # What statements compute -> the first of them, for errors.
+        # Value -> the first statement that computes it, for errors.
         self.lines: dict[Polynomial, ast.stmt] = {}
         self._operands: list[list[Any]] = []
         self._frames: list[Frame] = []
         self._viewed: list[Formula] = []
         self._numbers = itertools.count()
-        # How many things a lenient reading did not understand.
+        # The number of things that a lenient reading did not understand.
         self._misses = 0
-        # Where it was asked of what class the block is.
+        # The statement that inspects the class of the block.
         self.asks_class: str | None = None
         self.written: set[str] = set()
-        # Whether the input was cast, perhaps to another dtype than the one in which the block is called.
+        # Whether the input was cast, perhaps to another dtype than the one that the block is called with.
         self.casts = False
         self._calls = 0
 
     def inlined(self, function: Callable[..., Any], args: Sequence[Any], options: dict[str, Any]) -> Any:
-        """What a function of Python gives, step by step."""
+        """The result of a Python function, executed step by step."""
         raise NotImplementedError
 
     def value(self, node: ast.expr, frame: Frame) -> Any:
-        """What an expression stands for."""
+        """The value of an expression."""
         raise NotImplementedError
 
     def path_of(self, activation: str, activated: Polynomial) -> str | None:
-        """What computes an activation of this: the path of a part or an attribute, None where none does."""
+        """The path of the part or attribute that computes this activation of ``activated``; None if none does."""
         result = function(activation, activated)
         paths = [path for path, given, gave in self.called if path and given == activated and gave == result]
-        # Of a module that calls another one the outer one, unless that is a child of it, which may be replaced.
+        # If a module calls another one, the outer one, unless the inner one is its child, which may be replaced.
         plain = [path for path in paths if not getattr(part_of(self.block, path), "_modules", None)]
         return min(plain or paths, key=len, default=None)
 
     def unknown(self) -> Unknown:
-        """A value of which nothing is known."""
+        """An unknown value."""
         return Unknown(next(self._numbers))
 
     def _escape(self, values: Iterable[Any]) -> None:
-        """What linears gave is handed to what is not understood."""
+        """The results of linears in these values go to code that is not understood."""
         for value in values:
             if isinstance(value, Formula):
                 self.escaped.update(str(found[1]) for found in linears_in(value.value))
@@ -168,7 +167,7 @@ class State:
         self._escape([frame.locals.get(name) for name in names])
 
     def _poison(self, values: Iterable[Any]) -> None:
-        """What an unknown function was given may have been overwritten, or written into."""
+        """The arguments of an unknown function may have been overwritten or modified."""
         for each in values if self.lenient else ():
             if isinstance(each, (tuple, dict)):
                 self._poison(each.values() if isinstance(each, dict) else each)
@@ -178,13 +177,13 @@ class State:
                 self.written.add(str(each.path))
 
     def is_written(self, path: str) -> bool:
-        """Whether the attribute at this path may be another one now than when the method began."""
+        """Whether the attribute at this path may have changed since the method began."""
         return any(not each or path == each or path.startswith(f"{each}.") for each in self.written)
 
     def _overwrite(self, old: Formula, new: Any) -> None:
-        """A tensor was changed in place: every name for it now stands for the new value."""
+        """A tensor was changed in place: every name for it now refers to the new value."""
         if any(call.given is old for call in self.linears):
-            # Whoever calls that linear later would give it another tensor.
+            # The fused call would pass the changed tensor to that linear.
             self._misses += 1
         if old.given or any(each is old for each in self._viewed):
             raise NotUnderstood("overwrites a tensor that has another name")
@@ -195,7 +194,7 @@ class State:
             frame.locals = {name: _replaced(value, old, new) for name, value in frame.locals.items()}
 
     def _look_at_class(self) -> None:
-        """The class of the block was asked for: that of a fused one is another."""
+        """The method inspects the class of the block, which is another one once it is fused."""
         statement = self._frames[-1].statement
         self.asks_class = "" if statement is None else ast.unparse(statement).splitlines()[0]
 
@@ -204,7 +203,7 @@ class State:
         return Known(value, path)
 
     def _note(self, kind: str, key: Any, value: Any) -> None:
-        """That the reading holds while this is what it was."""
+        """Record that the reading holds only while this keeps its value."""
         getattr(self, kind)[key] = value
         if self.lenient:
             frame = self._frames[-1]
@@ -212,7 +211,7 @@ class State:
 
 
 def _replaced(value: Any, old: Any, new: Any) -> Any:
-    """A value, however nested, with ``new`` where it had ``old``."""
+    """A value, however nested, with ``old`` replaced by ``new``."""
     if value is old:
         return new
     if isinstance(value, tuple) and type(value) in (tuple, Listed):

@@ -1,4 +1,4 @@
-"""What names stand for while a method is read: tensors in normal form, parts of the module, known constants."""
+"""The values of names while a method is read: tensors in normal form, parts of the module, known constants."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .polynomials import Polynomial
 
 
 class _Absent:
-    """What stands for an attribute that there must not be."""
+    """The value of an attribute that must not exist."""
 
     def __repr__(self) -> str:
         return "absent"
@@ -25,24 +25,24 @@ class _Absent:
 ABSENT = _Absent()
 
 
-# What is the same in every call, and compared by value.
+# Types that are compared by value and cannot change in place.
 PLAIN = (bool, int, float, str, type(None))
 
 
 class NotUnderstood(Exception):
-    """What a method does that no formula says, in words that follow "it" or name the line."""
+    """Something that a method does and no formula expresses; the message follows "it", or quotes the line."""
 
 
 @dataclass(frozen=True)
 class Formula:
-    """A tensor ``[..., width]`` that follows from the input.
+    """A tensor ``[..., width]`` that is computed from the input.
 
     Args:
-        value: in normal form.
-        width: the size of the last dimension, 1 for one number a row, None where nobody knows it.
-        shaped: whether the dimensions before it are those of the input, and not all in one.
+        value: its formula in normal form.
+        width: the size of the last dimension: 1 for one number per row, None if unknown.
+        shaped: whether the leading dimensions are those of the input, not flattened into one.
         wide: whether it was cast to float32.
-        given: whether it is the caller's or a parameter, which must not be overwritten.
+        given: whether it is the caller's, a parameter's or another tensor's memory, which must not be overwritten.
     """
 
     value: Polynomial
@@ -53,22 +53,22 @@ class Formula:
 
     @property
     def is_parameter(self) -> bool:
-        """Whether it is a parameter of the module as it is."""
+        """Whether it is a parameter of the module, unchanged."""
         found = self.value.single
         return found is not None and found[0] == "parameter"
 
     def with_value(self, value: Polynomial, width: int | None = None) -> Formula:
-        """Another tensor of the same rows."""
+        """Another tensor with the same rows."""
         return dataclasses.replace(self, value=value, width=self.width if width is None else width, given=False)
 
 
 class Listed(tuple[Any, ...]):
-    """A list that a method has made: whoever is given it may write into it."""
+    """A list that a method has made: code that receives it may change it."""
 
 
 @dataclass(frozen=True)
 class Known:
-    """A value of Python's that is the same in every call: a constant, or what an attribute at ``path`` holds."""
+    """A Python value that is the same in every call: a constant, or the value of the attribute at ``path``."""
 
     value: Any
     path: str | None = None
@@ -82,7 +82,7 @@ class Part:
     module: nn.Module
 
     def inner(self, name: str) -> str:
-        """The path of what it has under a name."""
+        """The path of its attribute with this name."""
         return f"{self.path}.{name}" if self.path else name
 
 
@@ -97,14 +97,14 @@ class Method:
 
 @dataclass(frozen=True)
 class Training:
-    """The flag ``training`` of a part: a dropout may be told, and nothing may ask."""
+    """The ``training`` flag of a part: it may be passed to a dropout, but not branched on."""
 
     path: str
 
 
 @dataclass(frozen=True)
 class Shape:
-    """The shape of a tensor, or the dimensions before its last one."""
+    """The shape of a tensor, or its leading dimensions."""
 
     of: Formula
     leading: bool = False
@@ -112,13 +112,13 @@ class Shape:
 
 @dataclass(frozen=True)
 class Dtype:
-    """The dtype of a tensor: float32 where it was cast to that, else the dtype in which the module is called."""
+    """The dtype of a tensor: float32 if it was cast to that, else the one that the module is called with."""
 
     wide: bool
 
 
 @dataclass(frozen=True)
 class Unknown:
-    """What only a reading that looks for one FFN in a longer method may meet: it may be anything."""
+    """An unknown value, which occurs only in lenient readings."""
 
     number: int
