@@ -2,9 +2,9 @@
 
 The letters, everywhere: ``*B`` leading batch dims (flattened to one axis ``Z`` here), ``M`` rows (tokens), ``K`` inner
 dim of the first product, ``N`` hidden dim (``d_ff``), ``O`` output columns. Weights have ``nn.Linear``'s layout
-``[out, in]``; a transposed operand is a swap of strides, never a copy.
+``[out, in]``; a transposed weight is a swap of strides, not a copy.
 
 The rule of this layer: a launcher receives checked tensors, a tile configuration and names; it allocates its outputs,
 launches, and returns them. It decides nothing (that is ``fusedlayers.planning``) and knows nothing of autograd
-(that is ``fusedlayers.functional``). Without Triton the modules import, and their device halves are inert.
+(that is ``fusedlayers.functional``). Without Triton the modules still import, but their device code is inert.
 """

@@ -1,10 +1,10 @@
 """Every activation once: its formula, its torch twin, and one device function that returns value and slope together.
 
-A kernel asks for both and uses what it needs; the compiler drops the unused half. ``ACCURACY`` says how closely:
+A kernel asks for both and uses what it needs; the compiler drops the unused half. ``ACCURACY`` is the error allowed:
 
-    exact   to the last bits of float32
-    half    under the rounding of 16-bit results: erf by a fitted polynomial
-    coarse  under the rounding of bfloat16: besides, one hardware tanh (NVIDIA) in place of an exponential and a
+    exact   the last bits of float32
+    half    below the rounding of float16: erf is a fitted polynomial
+    coarse  below the rounding of bfloat16: in addition, one hardware tanh (NVIDIA) replaces an exponential and a
             division
 """
 
@@ -22,7 +22,7 @@ LEAKY_SLOPE = 0.01
 ACCURACIES: dict[str, float | None] = {"exact": None, "half": 2.0**-13, "coarse": 2.0**-8}
 
 
-# The backward passes of torch's own functions, where they can be differentiated again.
+# torch's own backward functions, used where they are differentiable themselves.
 _aten = torch.ops.aten
 
 
@@ -38,7 +38,7 @@ def _quick_gelu_gradient(gradient: torch.Tensor, z: torch.Tensor) -> torch.Tenso
     return gradient * gate + 1.702 * _aten.sigmoid_backward(gradient * z, gate)
 
 
-# Outside of the class, whose field ``torch`` hides the module.
+# Defined outside the class, whose field ``torch`` shadows the module.
 _Gradient = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
@@ -46,8 +46,8 @@ _Gradient = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 class Activation:
     """One activation: its name, its formula in plain text, and the torch function that defines its values.
 
-    ``gradient`` is ``(g, z) -> g ⊙ act'(z)`` as autograd computes it. It can be differentiated again, and it works
-    where hooks pack what autograd saves, as in a checkpoint: torch.func.vjp does not.
+    ``gradient`` is ``(g, z) -> g ⊙ act'(z)`` as autograd computes it. It is differentiable and, unlike torch.func.vjp,
+    works under saved-tensor hooks, as in a checkpoint.
     """
 
     name: str
@@ -106,7 +106,7 @@ ALIASES: dict[str, str] = {
 
 
 def canonical_activation(name: str | None) -> str:
-    """Our name of an activation given by our name, Hugging Face's name, or ``None`` for the identity.
+    """Our name for an activation, given our name, one of ``ALIASES``, or ``None`` for the identity.
 
     Raises:
         TypeError: ``name`` is neither a string nor ``None``.
@@ -132,7 +132,7 @@ _THREE_GELU_CUBIC = tl.constexpr(3 * 0.044715 * math.sqrt(2 / math.pi))
 _HALF_QUICK_GELU = tl.constexpr(1.702 / 2)
 _LEAKY_SLOPE = tl.constexpr(LEAKY_SLOPE)
 _LOG2_E = tl.constexpr(math.log2(math.e))
-# ln 2 in two parts; the first has 9 bits, so that its product with a whole power is exact in float32.
+# ln 2 in two parts: the first has 9 bits, so its product with an integer exponent is exact in float32.
 _LN_2_HIGH = tl.constexpr(0.693359375)
 _LN_2_LOW = tl.constexpr(math.log(2) - 0.693359375)
 _PHI_0 = tl.constexpr(0.7976359095543584)
@@ -149,8 +149,8 @@ def _hardware_tanh(z):
 
 @triton.jit
 def exact_exp(z):
-    """The exponential to the last bits of float32; -inf comes out as no more than the smallest of its numbers."""
-    # The compiled exponential rounds z log2(e), an error that grows with z: take whole powers of two out first.
+    """exp(z) to the last bits of float32; z is clamped, so exp(-inf) may be the smallest float32 number, not 0."""
+    # Compiled tl.exp rounds z log2(e), and the error grows with z: split off the integer power of two first.
     z = tl.where(z < -104.0, -104.0, tl.where(z > 90.0, 90.0, z))
     power = tl.floor(z * _LOG2_E + 0.5)
     return tl.exp(z - power * _LN_2_HIGH - power * _LN_2_LOW) * tl.exp2(power)
@@ -180,7 +180,7 @@ def _tanh(z, ACCURACY: tl.constexpr):
         series = -1.0 / 3.0 + square * series
         near = z + z * square * series
         decay = exact_exp(-2.0 * tl.abs(z))
-        # Close to 1 the distance from it has the smaller error, which the slope 1 - tanh² shows.
+        # Above 1, compute 1 - tanh|z|: its error is smaller than that of tanh|z|, and the slope 1 - tanh² shows it.
         distant = tl.abs(z) > 1.0
         quotient = tl.div_rn(tl.where(distant, 2.0 * decay, 1.0 - decay), 1.0 + decay)
         far = tl.where(distant, 1.0 - quotient, quotient)
@@ -190,18 +190,18 @@ def _tanh(z, ACCURACY: tl.constexpr):
 
 @triton.jit
 def _self_gated(z, u, u_slope, ACCURACY: tl.constexpr):
-    """Value and slope of z σ(2u), from u and its slope in z: SiLU and the GELUs are of this form.
+    """Value and slope of z σ(2u), given u and du/dz: SiLU and the GELUs have this form.
 
-    Coarsely they come out doubled, without the factors of σ(2u) = (1 + tanh(u)) / 2.
+    With ``ACCURACY`` "coarse" both are doubled: `activation_unit` is the factor 1/2 of σ(2u) = (1 + tanh(u)) / 2.
     """
-    # z times the slope of u may overflow where the slope of the gate is 0, so z meets the gate's slope first.
+    # z du/dz may overflow where the gate's slope is 0 (inf times 0 is NaN), so multiply z by the gate's slope first.
     if ACCURACY == "coarse":
         tanh = _hardware_tanh(u)
         return z * tanh + z, (tanh + 1.0) + (z * (1.0 - tanh * tanh)) * u_slope
     else:
         gate = _sigmoid(2.0 * u, ACCURACY)
         if ACCURACY == "exact":
-            # 1 - σ cancels where σ is close to 1, and large z and slopes multiply what is lost.
+            # 1 - σ cancels where σ is close to 1, and large z and du/dz amplify the error.
             complement = _sigmoid(-2.0 * u, ACCURACY)
         else:
             complement = 1.0 - gate
@@ -210,16 +210,16 @@ def _self_gated(z, u, u_slope, ACCURACY: tl.constexpr):
 
 @triton.constexpr_function
 def activation_unit(activation: str, accuracy: str) -> float:
-    """What value and slope of `activate` must be multiplied by, once they are summed: a power of two, so exact."""
+    """The factor that value and slope of `activate` still need, before or after sums: a power of two, so exact."""
     self_gated = activation in ("gelu", "gelu_tanh", "silu", "quick_gelu")
     return 0.5 if self_gated and accuracy == "coarse" else 1.0
 
 
 @triton.jit
 def activate(z, ACTIVATION: tl.constexpr, ACCURACY: tl.constexpr):
-    """Value and slope of the named activation at ``z`` (float32), in units of `activation_unit`.
+    """Value and slope of the named activation at ``z`` (float32), still to be multiplied by `activation_unit`.
 
-    NaN, ±inf and ±0 come out as torch gives them.
+    NaN, ±inf and ±0 give the same results as in torch.
     """
     if ACTIVATION == "identity":
         return z, tl.where(z == z, 1.0, 1.0)
@@ -262,7 +262,7 @@ def activate(z, ACTIVATION: tl.constexpr, ACCURACY: tl.constexpr):
 
 @triton.jit
 def activated(z, ACTIVATION: tl.constexpr, ACCURACY: tl.constexpr):
-    """The value of the named activation at ``z`` (float32) alone, in full."""
+    """The value of the named activation at ``z`` (float32), with its `activation_unit` applied."""
     value, _ = activate(z, ACTIVATION, ACCURACY)
     UNIT: tl.constexpr = activation_unit(ACTIVATION, ACCURACY)
     return value * UNIT if UNIT != 1.0 else value
@@ -284,9 +284,9 @@ def limited_hidden_and_slopes(
     z, z_gate, limit, offset, GATED: tl.constexpr, LIMITED: tl.constexpr, ACTIVATION: tl.constexpr,
     ACCURACY: tl.constexpr,
 ):  # fmt: skip
-    """The same, with a gate of ``act(min(Zg, limit)) ⊙ (clamp(Z, -limit, limit) + offset)`` where it is ``LIMITED``."""
+    """`hidden_and_slopes`; gated and ``LIMITED``: H = ``act(min(Zg, limit)) ⊙ (clamp(Z, -limit, limit) + offset)``."""
     if GATED and LIMITED:
-        # Comparisons instead of minima: these drop NaN in compiled code.
+        # Comparisons instead of tl.minimum, which drops NaN in compiled code.
         up = tl.where(z > limit, limit, tl.where(z < -limit, -limit, z)) + offset
         value, slope = activate(tl.where(z_gate > limit, limit, z_gate), ACTIVATION, ACCURACY)
         free = (z >= -limit) & (z <= limit)
@@ -297,7 +297,7 @@ def limited_hidden_and_slopes(
 
 @triton.jit
 def through_activation(gradient, slope, z, ACTIVATION: tl.constexpr):
-    """The gradient at z of an activation, from the gradient of its value: where relu is flat, NaN ends as in torch."""
+    """``gradient ⊙ slope``, the gradient at z; where relu is flat it is 0 even if ``gradient`` is NaN, as in torch."""
     product = gradient * slope
     if ACTIVATION == "relu" or ACTIVATION == "relu2":
         product = tl.where(z <= 0, 0.0, product)

@@ -1,9 +1,9 @@
-"""Loading kernels while a CUDA graph is captured.
+"""Loading kernels during CUDA graph capture.
 
-A capture forbids calls of the driver that could interfere with it, to the capturing thread and, in torch's default
-mode, to all others: loading a module is among them, so that a kernel's first launch would end the capture with an
-error. What Triton does then, besides compiling on the host, is to load the module, to ask for the function's
-attributes and to set the size of its shared memory; none of that touches a stream, so it may run under a capture.
+A capture forbids driver calls that could interfere with it, in the capturing thread and, in torch's default mode, in
+all others. Loading a module is one of them, so a kernel's first launch would end the capture with an error. Besides
+compiling on the host, that launch loads the module, queries the function's attributes and sets its shared memory
+size; none of that touches a stream, so it is safe during a capture.
 """
 
 import contextlib
@@ -15,21 +15,21 @@ from typing import Any
 
 import torch
 
-# The devices that this thread has a handle of cuBLAS for.
+# The devices for which this thread has a cuBLAS handle.
 _handles = threading.local()
 
-_RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED: the calling thread is forbidden nothing but what breaks a capture
+_RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED: the calling thread may do anything that does not break a capture
 
 
 @contextlib.contextmanager
 def loading_allowed() -> Iterator[None]:
-    """Inside, this thread may load kernels whatever is captured, by itself or by another thread.
+    """Let this thread load kernels while it, or another thread, captures a CUDA graph.
 
-    Launches are recorded as ever. The mode of this thread is put back at the end.
+    Launches are recorded as usual. The thread's capture mode is restored on exit.
     """
     exchange = _exchange_mode()
     mode = ctypes.c_int(_RELAXED)
-    # The driver swaps the thread's mode with the one that it is given.
+    # The call swaps the thread's mode with the one passed in.
     exchanged = exchange is not None and exchange(ctypes.byref(mode)) == 0
     try:
         yield
@@ -40,7 +40,7 @@ def loading_allowed() -> Iterator[None]:
 
 @functools.cache
 def _exchange_mode() -> Any:
-    """The driver's function that swaps the capture mode of the calling thread; None where there is none."""
+    """The driver's function that swaps the calling thread's capture mode; None if it is not available."""
     if torch.version.hip:
         return None
     try:
@@ -50,12 +50,12 @@ def _exchange_mode() -> Any:
 
 
 def make_products_ready(device: torch.device) -> None:
-    """Makes the handle of cuBLAS that a thread makes in its first product on this GPU, which a capture forbids.
+    """Create this thread's cuBLAS handle for this GPU, which is forbidden during a capture.
 
-    Plain calls that multiply in kernels alone would leave that to a captured call, which may take another path.
+    Warm-up calls whose products run in our kernels only create none, but the captured call may take a path with cuBLAS.
     """
     known: tuple[int | None, ...] = getattr(_handles, "devices", ())
-    # Where CUDA is not initialised, tensors are fake ones.
+    # Without initialised CUDA these are fake tensors.
     if device.index in known or not torch.cuda.is_initialized() or torch.cuda.is_current_stream_capturing():
         return
     _handles.devices = (*known, device.index)

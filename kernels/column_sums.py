@@ -1,8 +1,7 @@
-"""Sums of a matrix over its rows, the gradient of a bias ``db = Σ_m dy`` that no product is computed with.
+"""Sums of a matrix over its rows: a bias gradient ``db = Σ_m dy`` that is not fused into a product.
 
-Each program sums up one band of rows of a few columns; float32 partials of the bands are added up in a fixed order by
-``kernels.partials`` and rounded once: no atomics, the same bits every time. Few rows are one band, whose sums are the
-result.
+Each program sums one band of rows over a few columns. ``kernels.partials`` adds the bands' float32 partials in a fixed
+order and rounds once: no atomics, the same bits every time. Few rows form a single band, whose sums are the result.
 """
 
 from typing import Any
@@ -16,7 +15,7 @@ from .tiles import in_units, load_tile
 from .tuning import BAND_BLOCKS, MOST_SUMMED_BANDS, ColumnSumTiles
 
 _BLOCKS = ReduceBlocks(*BAND_BLOCKS)
-# As many blocks of rows one program sums up in the time of a second launch.
+# One program sums this many blocks of rows in the time of a second launch.
 _BLOCKS_OF_ONE_BAND = 4
 
 
@@ -31,7 +30,7 @@ def _column_sums_kernel(
     band_rows = tl.cdiv(tl.cdiv(M, BLOCK_M), bands) * BLOCK_M
     first = band.to(tl.int64) * band_rows
     sums = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    # None are left for the last bands where there are few.
+    # With few rows the last bands may be empty.
     for row in tl.range(0, tl.minimum(band_rows, M - first).to(tl.int32), BLOCK_M):
         rows = first + row + tl.arange(0, BLOCK_M)
         sums += load_tile(dy_ptr, rows, cols, stride_m, stride_n, M, N).to(tl.float32)
@@ -40,11 +39,11 @@ def _column_sums_kernel(
 
 
 def column_partials(dy: torch.Tensor, tiles: ColumnSumTiles, ready: dict[Any, Any] | None = None) -> torch.Tensor:
-    """The sums ``[bands, N]`` in float32 of every band of rows of dy ``[M, N]``, N at least 1.
+    """Sums of dy ``[M, N]``, N at least 1, over bands of rows: float32 ``[bands, N]``.
 
-    Of few rows, which are one band, the sums ``[N]`` in the dtype of dy instead.
+    Few rows are a single band: then the result is ``[N]`` in dy's dtype.
 
-    ``ready`` keeps what is prepared, for calls that differ in addresses alone.
+    ``ready`` caches the prepared launch for calls that differ in addresses only.
     """
     shape, launch = prepared(ready, "bands", _prepare_bands, dy, tiles)
     partials = dy.new_empty(shape, dtype=torch.float32 if len(shape) == 2 else dy.dtype)
@@ -71,9 +70,9 @@ def _prepare_bands(dy: torch.Tensor, tiles: ColumnSumTiles) -> tuple[tuple[int, 
 
 
 def column_sums(dy: torch.Tensor, tiles: ColumnSumTiles, ready: dict[Any, Any] | None = None) -> torch.Tensor:
-    """The sums ``[N]`` of dy ``[M, N]``, of at most 32 bits and any strides, over its rows, in its dtype.
+    """Sums ``[N]`` of dy ``[M, N]`` over its rows, in dy's dtype, which has at most 32 bits. Any strides.
 
-    ``ready`` belongs to one prepared call (see ``gemm_gemm.Operands``); dy may lie differently from call to call.
+    ``ready`` belongs to one prepared call (see ``gemm_gemm.Operands``); dy's layout may change between its executions.
     """
     if not dy.shape[1]:
         return dy.new_empty(0)

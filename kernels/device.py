@@ -4,13 +4,13 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-# The releases of Triton that the kernels are known to compile with. Under any other one auto mode takes them once they
-# have passed a self-test on the user's own GPU.
+# Triton releases that the kernels are known to compile with. Under any other, auto mode uses them only after they have
+# passed a self-test on the user's own GPU.
 KNOWN_RELEASES: tuple[tuple[int, ...], ...] = ((3, 6), (3, 7), (3, 8), (3, 9))
 
 
 class Inert:
-    """Answers any attribute and any call with itself or, as a decorator, with the function it decorates."""
+    """Returns itself for any attribute and any call or, as a decorator, the function that it decorates."""
 
     def __getattr__(self, name: str) -> "Inert":
         return self
@@ -49,14 +49,14 @@ def compiler() -> str:
 
 
 def compiled_folder() -> str:
-    """Where Triton keeps compiled kernels, whether that can be written into or not; empty where it names nothing."""
+    """Triton's cache folder for compiled kernels, writable or not; empty if none is set. Needs Triton."""
     return str(triton.knobs.cache.dir or "")
 
 
 def toolchain(architecture: str) -> str:
-    """The compiler, and on NVIDIA's GPUs the assembler, that kernels for ``architecture`` go through at this moment.
+    """The compiler and, on NVIDIA GPUs, the assembler that kernels for ``architecture`` go through at this moment.
 
-    ``torch.compile`` puts the assembler of its own CUDA in the place of Triton's, for the rest of the process.
+    ``torch.compile`` replaces Triton's assembler by that of its own CUDA for the rest of the process.
     """
     if not HAS_TRITON or interpreted() or not architecture.startswith("sm_"):
         return compiler()
@@ -64,9 +64,9 @@ def toolchain(architecture: str) -> str:
 
 
 def assembler(architecture: str) -> Any:
-    """Triton's tool, with a path and a version, that assembles kernels for NVIDIA's ``architecture``.
+    """Triton's ptxas (path and version) for NVIDIA's ``architecture``.
 
-    Triton brings an older and a newer one; for sm_90 it takes the newer one since 3.9.
+    Triton ships an older and a newer one; since 3.9 it uses the newer one for sm_90.
     """
     from triton.backends.nvidia import compiler as nvidia
 

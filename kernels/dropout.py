@@ -1,11 +1,11 @@
 """Dropout that is replayed, not stored: whether an element is kept is a pure function of (seed, row, column).
 
 The generator is Philox 4x32 with 7 rounds (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011, the
-fewest rounds that pass BigCrush there). A draw gives four words, eight halves of 16 bits: one for each of the columns
-c, c + 8, …, c + 56 of a row in a block of 64 columns, which is how the matrix units spread a tile over the registers of
-a thread. The half decides, and where it equals the first 16 bits of the probability, the other half of its word decides
-on the other 16: two elements share the bits that one of 65,536 looks at. Kernels and torch paths draw identical masks,
-whatever the tiling or chunking, so that the backward pass needs the seed alone.
+fewest rounds that pass BigCrush there). A draw gives four 32-bit words, or eight 16-bit halves: one for each of the
+columns c, c + 8, …, c + 56 of a row in a block of 64 columns, which a tensor core accumulator keeps in the same thread.
+A column's half is compared with the upper 16 bits of the drop limit; on a tie, for one element in 65,536, the other
+half of its word is compared with the lower 16 bits. Only then do two elements share bits. Kernels and torch paths draw
+identical masks whatever the tiling or chunking, so the backward pass needs only the seed.
 """
 
 from typing import NamedTuple
@@ -16,29 +16,29 @@ from .device import HAS_TRITON, interpreted, tl, triton
 from .launching import ceil_div, launch
 
 ROUNDS = 7
-# Columns of a block, and of one half of a word in it.
+# Columns of a block, and draws for each of its rows.
 BLOCK_COLUMNS, LANES = 64, 8
-# A word, and with it the probability, has so many bits.
+# Bits of a word, and so the resolution of the drop probability.
 BITS = 32
 _ROUNDS = tl.constexpr(ROUNDS)
 _BLOCK_COLUMNS, _LANES = tl.constexpr(BLOCK_COLUMNS), tl.constexpr(LANES)
 _BLOCK = 1024
-# The tile of the kernel that drops: rows, and blocks of columns. Sixteen elements for each thread.
+# The tile of ``_drop_kernel``, rows and blocks of columns: 16 elements per thread.
 _DROP_ROWS, _DROP_BLOCKS = 8, 4
 _MASK_32 = 0xFFFFFFFF
-# Where the masks of an FFN's adapters begin, which are drawn from one seed: as far apart as no batch has rows.
+# First (row, column) of the masks of an FFN's adapters, which share one seed: no batch has 2**40 rows.
 ADAPTER_PLACES = {"up": (0, 0), "gate": (2**40, 0), "down": (2**41, 0)}
 
 
 @triton.jit
 def words(seed, rows, draws):
-    """The four words, uint32, of every draw: ``seed`` scalar int64, int64 ``rows`` and int32 ``draws`` of one tile."""
+    """The four uint32 words of each draw: ``seed`` scalar int64, ``rows`` int64 and ``draws`` int32, broadcastable."""
     zero = (draws * 0 + rows.to(tl.int32) * 0).to(tl.uint32)
     word_0, word_1, word_2, word_3 = draws.to(tl.uint32) + zero, rows.to(tl.uint32) + zero, zero, zero
     word_2 += (rows >> 32).to(tl.uint32)
     key_0, key_1 = seed.to(tl.uint32), (seed >> 32).to(tl.uint32)
     for _ in tl.static_range(_ROUNDS):
-        # One multiplication gives both halves of a product.
+        # One 64-bit multiplication gives both halves of the product.
         left, right = word_0.to(tl.uint64) * 0xD2511F53, word_2.to(tl.uint64) * 0xCD9E8D57
         word_0, word_1 = (right >> 32).to(tl.uint32) ^ word_1 ^ key_0, right.to(tl.uint32)
         word_2, word_3 = (left >> 32).to(tl.uint32) ^ word_3 ^ key_1, left.to(tl.uint32)
@@ -49,22 +49,22 @@ def words(seed, rows, draws):
 
 @triton.jit
 def swapped(word):
-    """The word with its lower half first; GPUs rotate in one instruction."""
+    """The word with its halves swapped, a rotation: one instruction on GPUs."""
     return (word << 16) | (word >> 16)
 
 
 @triton.jit
 def above(word, limit):
-    """Whether a word reaches the limit, whose bits come as an int32."""
+    """``word >= limit``, unsigned; the limit arrives as an int32 with the same bits."""
     return word >= limit.to(tl.uint32)
 
 
 @triton.jit
 def keep(seed, rows, cols, limit):
-    """1.0 where a hidden element is kept, 0.0 where it is dropped; the caller scales what is kept.
+    """1.0 where a hidden element is kept, 0.0 where it is dropped; the caller scales the kept ones.
 
     ``seed`` scalar int64, ``rows`` and ``cols`` broadcastable int64 tiles of coordinates, ``limit`` as in
-    :meth:`Dropout.numbers`. Of each draw it takes one half alone: a tile may begin anywhere.
+    :meth:`Dropout.numbers`. Each element makes its own draw and uses one half of it, so a tile may start anywhere.
     """
     cols = cols.to(tl.int32)
     first, second, third, fourth = words(seed, rows, cols // _BLOCK_COLUMNS * _LANES + cols % _LANES)
@@ -75,9 +75,9 @@ def keep(seed, rows, cols, limit):
 
 @triton.jit
 def keep_factor(dropout, rows, cols):
-    """What the tile ``[rows, cols]`` of a hidden is multiplied by: the scale where it is kept, else 0.
+    """The factor for the tile ``[rows, cols]`` of a hidden: the scale where an element is kept, else 0.
 
-    ``dropout`` is (pointer to the seed, limit, scale, first row, first column), the last two as in :class:`Dropout`.
+    ``dropout`` is (pointer to the seed, limit, scale, first row, first column), the last two from ``Dropout.place``.
     """
     rows, cols = rows + dropout[3], cols + dropout[4]
     return keep(tl.load(dropout[0]), rows.to(tl.int64)[:, None], cols.to(tl.int64)[None, :], dropout[1]) * dropout[2]
@@ -99,12 +99,12 @@ def _drop_kernel(
     rows = row_tile.to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     draws = column_tile * (BLOCKS * _LANES) + tl.arange(0, BLOCKS * _LANES)[None, :]
     first, second, third, fourth = words(tl.load(seed_ptr), first_row + rows, draws)
-    # One bit for each half of a draw.
+    # One bit per half of a draw.
     bits = above(swapped(first), limit).to(tl.int32) | above(first, limit).to(tl.int32) << 1
     bits |= above(swapped(second), limit).to(tl.int32) << 2 | above(second, limit).to(tl.int32) << 3
     bits |= above(swapped(third), limit).to(tl.int32) << 4 | above(third, limit).to(tl.int32) << 5
     bits |= above(swapped(fourth), limit).to(tl.int32) << 6 | above(fourth, limit).to(tl.int32) << 7
-    # Each thread loads neighbours, which are of eight draws: it gets their bits from the threads that drew them.
+    # With vectorised loads a thread has neighbouring columns, of eight draws: gather their bits from other threads.
     places = tl.arange(0, BLOCKS * _BLOCK_COLUMNS)[None, :]
     drawn = tl.broadcast_to(places // _BLOCK_COLUMNS * _LANES + places % _LANES, [ROWS, BLOCKS * _BLOCK_COLUMNS])
     kept = tl.gather(bits, drawn, 1) >> (places % _BLOCK_COLUMNS // _LANES) & 1
@@ -116,11 +116,11 @@ def _drop_kernel(
 
 
 def limit_and_scale(dropout_p: float) -> tuple[int, float]:
-    """Words below the limit are dropped, and what is kept is multiplied by the scale.
+    """(limit, scale): elements whose word is below the limit are dropped, kept ones are multiplied by the scale.
 
-    The limit, whose bits are given as an int32, is the nearest to the probability that 32 bits can tell, but neither 0
-    nor 1 unless the probability is. The scale is that of the probability that this is, so that the expectation is that
-    of no dropout; 0 for a probability of 1.
+    The limit is the probability rounded to 32 bits, at least 1 unless the probability is 0 and at most 2³² - 1; it is
+    returned as an int32 with the same bits. The scale belongs to the rounded probability, so that the expectation is
+    that of no dropout; it is 0 for a probability of 1.
     """
     limit = min(max(round(dropout_p * 2**BITS), dropout_p > 0), 2**BITS - 1)
     scale = 2**BITS / (2**BITS - limit) if dropout_p < 1 else 0.0
@@ -130,7 +130,7 @@ def limit_and_scale(dropout_p: float) -> tuple[int, float]:
 class Dropout(NamedTuple):
     """The dropout of a hidden: the seed of its mask, int64 ``[1]``, and the probability of dropping an element.
 
-    Of a part of a hidden, too: ``place`` is where it begins, a row and a column of the whole.
+    For a part of a hidden, ``place`` is the row and column of the whole at which the part begins.
     """
 
     seed: torch.Tensor | None = None
@@ -138,12 +138,12 @@ class Dropout(NamedTuple):
     place: tuple[int, int] = (0, 0)
 
     def numbers(self) -> tuple[int, float, int, int]:
-        """What kernels take beside the seed: limit and scale, and the place."""
+        """(limit, scale, first row, first column): the kernel arguments besides the seed."""
         return *limit_and_scale(self.p), *self.place
 
     @property
     def in_whole_draws(self) -> bool:
-        """Whether tiles of whole blocks of columns take every half of the words that are drawn for them."""
+        """Whether the hidden starts at a block of columns: then tiles of whole blocks use every half of their draws."""
         return self.place[1] % BLOCK_COLUMNS == 0
 
 
@@ -178,15 +178,15 @@ def keep_mask(
     dtype: torch.dtype,
     first_column: int = 0,
 ) -> torch.Tensor:
-    """1 where an element of the hidden is kept, else 0: ``[rows, columns]`` of ``dtype``, from the first ones on.
+    """The mask ``[rows, columns]`` in ``dtype`` from ``first_row`` and ``first_column`` on: 1 where kept, else 0.
 
     ``seed`` int64 ``[1]`` on the device of the result. CUDA tensors take one kernel launch; other devices take integer
-    torch operations, with temporaries of about 8 bytes for each element. So do calls that torch traces or transforms,
-    which must find every operation, and none in place.
+    torch operations, with temporaries of about 8 bytes for each element. So do calls that torch traces or transforms:
+    these need to see every operation, and no in-place one.
     """
     limit, _ = limit_and_scale(dropout_p)
     smallest_kept = limit & _MASK_32
-    # The graph of torch.jit holds torch's operations alone, and its sizes are tensors.
+    # torch.jit.trace records torch operations only, and sizes are tensors there.
     read = _read_by_torch(seed) or torch._C._get_tracing_state() is not None
     if not read and seed.is_cuda and HAS_TRITON and not interpreted():
         out = torch.empty(rows, columns, dtype=dtype, device=seed.device)
@@ -199,7 +199,7 @@ def keep_mask(
             (_BLOCK,),
         )
         return out
-    # A quarter at a time, of few columns less: of whole blocks, most of what is drawn is not needed then.
+    # A quarter at a time, or less if there are few columns: only whole blocks can be drawn, and most would be unused.
     step = rows
     if not read:
         whole = BLOCK_COLUMNS * max(1, _blocks(first_column, columns))
@@ -214,19 +214,19 @@ def keep_mask(
 
 
 def _read_by_torch(seed: torch.Tensor) -> bool:
-    """Whether torch.compile, make_fx or a transform of torch.func reads the operations on ``seed``."""
+    """Whether torch.compile, make_fx or a transform of torch.func traces the operations on ``seed``."""
     if type(seed) is not torch.Tensor or torch._C._are_functorch_transforms_active():
         return True
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
 
 
 def _blocks(first_column: int, columns: int) -> int:
-    """Blocks of columns that these columns touch."""
+    """The number of blocks that these columns touch."""
     return ceil_div(first_column + columns, BLOCK_COLUMNS) - first_column // BLOCK_COLUMNS
 
 
 def _drawn(seed: torch.Tensor, first_row: int, rows: int, first_column: int, columns: int) -> torch.Tensor:
-    """The words ``[rows, columns]`` that decide on these elements, in [0, 2^32), by torch's integer operations."""
+    """The words ``[rows, columns]`` of these elements, in [0, 2^32), by integer torch operations."""
     row = torch.arange(first_row, first_row + rows, device=seed.device)[:, None]
     first = first_column // BLOCK_COLUMNS
     last = first + _blocks(first_column, columns)
@@ -241,10 +241,10 @@ def _drawn(seed: torch.Tensor, first_row: int, rows: int, first_column: int, col
 def drop(
     values: torch.Tensor, seed: torch.Tensor, dropout_p: float, first_row: int = 0, out: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """``values`` ``[M, N]`` after dropout, contiguous, by one kernel: the mask is never in memory.
+    """``values`` ``[M, N]`` after dropout, contiguous, by one kernel: the mask is never written to memory.
 
-    float16, bfloat16 or float32; rows of any stride. ``seed`` int64 ``[1]`` on the same device; the mask begins at its
-    row ``first_row``. ``out`` may be ``values`` themselves, where these are contiguous.
+    float16, bfloat16 or float32; rows of any stride. ``seed`` int64 ``[1]`` on the same device. The first row of
+    ``values`` is row ``first_row`` of the mask. ``out`` may be ``values`` itself if that is contiguous.
     """
     if values.stride(1) != 1:
         values = values.contiguous()
@@ -263,10 +263,10 @@ def drop(
 
 
 def draw_seed(device: torch.device) -> torch.Tensor:
-    """A fresh seed, int64 ``[1]``, from the device's default generator: ``torch.manual_seed`` rules, no host sync."""
+    """A fresh seed, int64 ``[1]``, from the device's default generator: follows ``torch.manual_seed``, no host sync."""
     return torch.randint(2**63 - 1, (1,), dtype=torch.int64, device=device)
 
 
 def adapter_places(shared: bool) -> dict[str, tuple[int, int]]:
-    """``ADAPTER_PLACES``; ``shared``: gate and up projection have one mask."""
+    """``ADAPTER_PLACES``; ``shared``: gate and up projection share one mask."""
     return ADAPTER_PLACES | ({"gate": ADAPTER_PLACES["up"]} if shared else {})

@@ -1,7 +1,7 @@
-"""Hopper's asynchronous instructions through Gluon, if this Triton has them, and matrices as they are copied by them.
+"""Hopper's asynchronous instructions through Gluon, if this Triton has them, and matrices as TMA copies them.
 
-Where there is no Triton, or one whose Gluon has other names, inert stand-ins let every file import; nothing else may be
-done with them. Whether the kernels are right with a release that is not known, its self-test tells.
+Without Triton, or if its Gluon uses other names, inert stand-ins let every file import; nothing else may be done with
+them. For a Triton release that is not known, a self-test tells whether the kernels are right.
 """
 
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
@@ -38,17 +38,17 @@ try:
     copy_out = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
     _memory = gl.shared_memory_descriptor
     reinterpret = _memory.reinterpret if hasattr(_memory, "reinterpret") else _memory._reinterpret
-    # An aggregate is public since 3.9.
+    # Public since Triton 3.9.
     _aggregate = gluon.aggregate if hasattr(gluon, "aggregate") else tl.core._aggregate
-    # What every file of kernels needs as it is imported.
+    # Kernel files use both at import time.
     HAS_GLUON = bool(gluon.jit and gl.constexpr)
 except (ImportError, AttributeError):
     HAS_GLUON = False
     gluon = gl = fence_async_shared = mbarrier = tma = copy_in = copy_out = reinterpret = Inert()
     warpgroup_mma = warpgroup_mma_wait = TensorDescriptor = Inert()
 
-ALIGNMENT = 16  # bytes: of a copied matrix's address and row stride
-_MOST_ROWS = 2**31 - 2**16  # coordinates have 32 bits, also those of a tile that reaches past the end
+ALIGNMENT = 16  # bytes: TMA requires it of a matrix's address and row stride
+_MOST_ROWS = 2**31 - 2**16  # coordinates have 32 bits, including those of a tile that extends past the end
 
 
 _Class = TypeVar("_Class", bound=type)
@@ -56,11 +56,11 @@ _Class = TypeVar("_Class", bound=type)
 
 @dataclass_transform(kw_only_default=True)
 def resources(cls: _Class) -> _Class:
-    """A class whose annotated fields travel through device code as one argument, each of them by name.
+    """Decorate a class whose annotated fields are passed through device code as one argument and read by name.
 
-    A field may be a tensor, a descriptor, shared memory, another such object, a compile-time value or None: what
-    depends on a field that is None leaves no instruction behind. Fields are given by keyword, because Triton's key of a
-    compiled kernel knows the calls but not the order of the fields.
+    A field may be a tensor, a descriptor, shared memory, another such object, a compile-time value or None; code that
+    depends on a field that is None is compiled out. Fields are given by keyword, because Triton's key of a compiled
+    kernel covers the calls but not the order of the fields.
     """
     if not HAS_GLUON:
         return cls
@@ -74,30 +74,30 @@ def resources(cls: _Class) -> _Class:
 
     fill.__triton_builtin__ = True  # type: ignore[attr-defined]
     cls.__init__ = fill  # type: ignore[misc]
-    # Triton compares each value with the annotation of its field.
+    # Triton checks each value against the annotation of its field; ``object`` admits any.
     cls.__annotations__ = dict.fromkeys(names, object)
     return _aggregate(cls)
 
 
 def backend_of(architecture: str) -> str:
-    """Whose kernels run on GPUs of ``architecture``: those that use these instructions, or the generic ones alone."""
+    """The back end for GPUs of ``architecture``: ``SM90`` if Gluon has these instructions, else ``GENERIC``."""
     return SM90 if HAS_GLUON and architecture == "sm_90" else GENERIC
 
 
 class Scaled(NamedTuple):
-    """8-bit values ``[rows, columns]``, and a float32 scale that they are multiplied by: ``[]``, or ``[rows]``."""
+    """8-bit values ``[rows, columns]`` and the float32 scale to multiply them by: ``[]``, or ``[rows]``."""
 
     values: torch.Tensor
     scale: torch.Tensor
 
 
 class Matrix(NamedTuple):
-    """A tensor ``[Z, rows, columns]`` (or without Z) as TMA sees it: rows behind one another.
+    """A tensor ``[Z, rows, columns]`` (or without Z) as TMA sees it: a 2D matrix of all entries' rows.
 
-    ``transposed`` says that its columns lie together in memory, so that the roles of rows and columns are exchanged.
-    ``step`` is the number of rows from one batch entry to the next, 0 where all of them share one matrix. Where entries
-    are ``apart`` they have an axis of their own, in which the step is 1. Each row may have a scale of its own, which
-    lies ``scale_stride`` behind that of the row before.
+    ``transposed`` means that the tensor's columns are contiguous, so that rows and columns exchange their roles.
+    ``step`` is the number of rows from one batch entry to the next, 0 if all of them share one matrix. If entries are
+    ``apart``, the descriptor has a third axis for them, in which the step is 1. ``scale_stride`` is the distance
+    between the scales of two rows, 0 if there are none or one for all.
     """
 
     tensor: torch.Tensor
@@ -110,15 +110,15 @@ class Matrix(NamedTuple):
     scale_stride: int = 0
 
     def padded(self, width: int) -> "Matrix":
-        """The same for blocks of ``width`` columns of the tensor, which are to be 0 where it has none.
+        """The same, but with blocks of ``width`` columns of the tensor that read 0 past its last column.
 
-        Behind the last column of a transposed entry lies the next entry, unless entries are apart.
+        Past the last column of a transposed entry TMA would read the next entry, unless entries are apart.
         """
         ends = not (self.transposed and self.step) or self.tensor.shape[-1] % width == 0
         return self if ends else self._replace(step=1, apart=True)
 
     def geometry(self, block_rows: int, block_columns: int) -> "Geometry":
-        """For copies of ``block_rows × block_columns`` blocks, named in the order of the tensor."""
+        """The geometry for copies of ``block_rows × block_columns`` blocks, counted along the tensor's own axes."""
         block = [block_columns, block_rows] if self.transposed else [block_rows, block_columns]
         if self.apart:
             entries, columns = self.tensor.shape[0], self.tensor.shape[-1]
@@ -126,12 +126,12 @@ class Matrix(NamedTuple):
         return Geometry([self.rows, self.columns], [self.row_stride, 1], block)
 
     def descriptor(self, block_rows: int, block_columns: int) -> "Descriptor":
-        """The same with the tensor itself."""
+        """The geometry together with the tensor."""
         return Descriptor(self.tensor, *self.geometry(block_rows, block_columns))
 
 
 def matrix(tensor: torch.Tensor) -> Matrix | None:
-    """``tensor`` as a matrix, or None where its strides or its address are not those that TMA takes."""
+    """``tensor`` as a matrix without gaps between batch entries, or None if TMA cannot take its strides or address."""
     found = stacked(tensor)
     if found is None or found.step == 0 or found.rows == found.step * tensor.shape[0]:
         return found
@@ -139,7 +139,7 @@ def matrix(tensor: torch.Tensor) -> Matrix | None:
 
 
 def stacked(tensor: torch.Tensor) -> Matrix | None:
-    """The same where other rows may lie between those of two batch entries: half of a merged weight's."""
+    """`matrix`, but other rows may lie between two batch entries, as in one half of a merged weight."""
     batched = tensor.dim() == 3
     rows, columns = tensor.shape[-2:]
     row_stride, column_stride = tensor.stride()[-2:]
@@ -147,7 +147,7 @@ def stacked(tensor: torch.Tensor) -> Matrix | None:
     if transposed:
         rows, columns, row_stride, column_stride = columns, rows, column_stride, row_stride
     if rows == 1:
-        row_stride = columns  # a single row may have any; the engine wants one that holds the row
+        row_stride = columns  # a single row may have any stride; TMA requires at least the length of the row
     bytes_apart = row_stride * tensor.element_size()
     if column_stride != 1 or row_stride < columns or bytes_apart % ALIGNMENT or tensor.data_ptr() % ALIGNMENT:
         return None
@@ -164,7 +164,7 @@ def stacked(tensor: torch.Tensor) -> Matrix | None:
 
 
 def untransposed(operand: torch.Tensor | Scaled) -> Matrix | None:
-    """The same, and None where columns lie together too."""
+    """`matrix`, but None if it is transposed; a ``Scaled`` also gives the stride of its scales."""
     values, scale = operand if isinstance(operand, Scaled) else (operand, None)
     found = matrix(values)
     if found is None or found.transposed:
@@ -173,7 +173,7 @@ def untransposed(operand: torch.Tensor | Scaled) -> Matrix | None:
 
 
 class Geometry(NamedTuple):
-    """All that a launch tells TMA of a matrix but its address, which may differ from launch to launch."""
+    """A TMA descriptor without the address, which may differ from launch to launch."""
 
     shape: list[int]
     strides: list[int]
@@ -181,12 +181,12 @@ class Geometry(NamedTuple):
 
 
 def dense(rows: int, columns: int, block_rows: int, block_columns: int, row_stride: int = 0) -> Geometry:
-    """A result that is not allocated yet: its rows are contiguous unless ``row_stride`` says otherwise."""
+    """The geometry of a result that is not allocated yet; rows are contiguous unless ``row_stride`` is given."""
     return Geometry([rows, columns], [row_stride or columns, 1], [block_rows, block_columns])
 
 
 class Descriptor(NamedTuple):
-    """What a launch tells TMA of a matrix."""
+    """A TMA descriptor: a :class:`Geometry` with its tensor."""
 
     base: torch.Tensor
     shape: list[int]
@@ -194,13 +194,13 @@ class Descriptor(NamedTuple):
     block_shape: list[int]
 
     def complete(self) -> Any:
-        """Gluon's own descriptor, with the layout of the block in shared memory, as compilation needs it."""
+        """Gluon's own descriptor, with the shared memory layout of the block, which compilation needs."""
         dtype = getattr(gl, FORMATS[str(self.base.dtype).removeprefix("torch.")].gluon)
         layout = gl.NVMMASharedLayout.get_default_for(self.block_shape, dtype)
         return TensorDescriptor(self.base, self.shape, self.strides, self.block_shape, layout)
 
     def like(self, other: Any) -> Any:
-        """Gluon's own descriptor of this matrix, in all else (blocks, layout, dtype) like one that was checked."""
+        """Gluon's own descriptor of this matrix, with block, layout and dtype of one that Gluon has checked."""
         made = object.__new__(type(other))
         made.__dict__ = {**other.__dict__, "base": self.base, "shape": self.shape, "strides": self.strides}
         return made

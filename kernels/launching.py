@@ -1,11 +1,11 @@
 """Launching a kernel with as little work on the host as its arguments allow.
 
-Triton's own launch inspects every argument of every call to find the compiled variant; for the dozens of strides here
-that takes the host longer than many a kernel runs. This cache remembers the variant by all that Triton specialises on:
-dtypes, 16-byte alignment of pointers, and the values of integers (a finer key than Triton's, never a coarser one).
+Triton's own launch inspects every argument of every call to find the compiled variant; with dozens of strides that
+takes the host longer than many kernels run. The cache here is keyed by all that Triton specialises on: dtypes, 16-byte
+alignment of pointers, and the values of integers (a finer key than Triton's, never a coarser one).
 
-A launch that is repeated with other tensors of the same layout is prepared once (:class:`Launch`): even that key is
-not made again then.
+A launch that is repeated with other tensors of the same layout is prepared once (:class:`Launch`), and then skips even
+that key.
 """
 
 from collections.abc import Callable
@@ -19,39 +19,39 @@ from .hopper import Descriptor, Geometry
 from .relaunching import Repeated, Variant
 
 _Made = TypeVar("_Made")
-# What belongs together, as the strides of one tensor do, is a tuple and one parameter of the kernel.
+# Numbers that belong together, such as the strides of one tensor, form a tuple: one parameter of the kernel.
 Numbers: TypeAlias = tuple[int | float | tuple[int | float, ...], ...]
 
 _compiled: dict[tuple[object, ...], Variant] = {}
-# Triton compiles for addresses that are multiples of 16 bytes, or not.
+# Triton specialises on whether an address is a multiple of 16 bytes.
 ALIGNMENT_MASK = 15
 _COMPILED_LIMIT = 4096  # strides that change with every call must not fill the memory; Triton still has the variants
 
-# torch.cuda's own function makes sure first that CUDA is initialised, as it is where a tensor lies on a GPU.
+# torch.cuda.current_device first makes sure that CUDA is initialised, which is given if a tensor is on a GPU.
 _current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
 
 
 def ceil_div(count: int, size: int) -> int:
-    """How many blocks of ``size`` hold ``count`` elements; Triton's own, made for kernels, takes the host a while."""
+    """How many blocks of ``size`` hold ``count`` elements; Triton's own cdiv is slow on the host."""
     return -(-count // size)
 
 
 def vector_unit(tensor: torch.Tensor, *sizes: int) -> int:
-    """Elements of 16 bytes, where that divides all of these strides and limits, or 1: see ``tiles.in_units``."""
+    """``UNIT`` of ``tiles.in_units``: elements in 16 bytes if that divides all these strides and limits, else 1."""
     unit = 16 // tensor.element_size()
     return 1 if any(size % unit for size in sizes) else unit
 
 
 def unit_to_tell(tensor: torch.Tensor, *sizes: int) -> int:
-    """``vector_unit`` of arguments that Triton specialises on: 1 where it knows of itself, as 16 divides them all."""
+    """``vector_unit`` of specialised arguments; 1 if 16 divides all of them, as Triton derives that hint itself."""
     return vector_unit(tensor, *sizes) if any(size % 16 for size in sizes) else 1
 
 
 def lines(tensor: torch.Tensor) -> tuple[bool, tuple[int, ...]]:
-    """Whether a matrix, or a batch of them, lies transposed; and the length of a line, and the strides between lines.
+    """Whether a matrix, or a batch of them, is transposed; and the length of a line with the strides between lines.
 
-    A line is a row, or of a matrix that lies transposed a column: its elements follow one another. Where those of no
-    row and no column do, the stride between them is told, too.
+    A line is a row, or a column of a transposed matrix; its elements are contiguous. If neither rows nor columns are
+    contiguous, the stride within a row comes last.
     """
     *batch, row, column = tensor.stride()
     if row == 1 and column != 1:
@@ -66,14 +66,14 @@ def empty_rows(like: torch.Tensor, rows: int, columns: int, stride: int) -> torc
 
 
 def layout_of(tensor: torch.Tensor) -> tuple[object, ...]:
-    """How a tensor lies in memory, as far as kernels mind: its strides, and its address modulo their alignment."""
+    """The layout of a tensor that a prepared launch depends on: its strides, and its address modulo 16 bytes."""
     return tensor.stride(), tensor.data_ptr() & ALIGNMENT_MASK
 
 
 def prepared(ready: dict[Any, Any] | None, name: object, make: Callable[..., _Made], *arguments: Any) -> _Made:
-    """What ``make(*arguments)`` gives: made the first time, and then what ``ready`` keeps under this name.
+    """``make(*arguments)``, cached in ``ready`` under ``name``.
 
-    ``ready`` belongs to one prepared call: see ``gemm_gemm.Operands``. None keeps nothing.
+    ``ready`` belongs to one prepared call: see ``gemm_gemm.Operands``. None caches nothing.
     """
     if ready is None:
         return make(*arguments)
@@ -81,19 +81,19 @@ def prepared(ready: dict[Any, Any] | None, name: object, make: Callable[..., _Ma
         found: _Made = ready[name]
         return found
     except KeyError:
-        # An error of ``make`` is raised below, where this one is no part of it.
+        # ``make`` is called below, so that its errors are not chained to this one.
         pass
     made = ready[name] = make(*arguments)
     return made
 
 
 class Launch:
-    """The same launch, to be run any number of times: everything but the tensors is known.
+    """A prepared launch, to be run any number of times: everything but the tensors is known.
 
-    The arguments are those of :func:`launch`, with ``geometries`` in the place of descriptors.
+    The arguments are those of :func:`launch`, with ``geometries`` instead of descriptors.
 
-    All executions have tensors of the same dtypes on one device, alike in which of them are None and which lie at a
-    multiple of 16 bytes: nothing of that is looked at again. No tensor is kept.
+    All executions must agree in the dtypes and the device of their tensors, in which of them are None and in which are
+    16-byte aligned: none of that is checked again. No tensor is kept alive.
     """
 
     __slots__ = ("_dependent", "_device", "_geometries", "_kernel", "_programs", "_repeated", "_rest", "_variant")
@@ -117,7 +117,7 @@ class Launch:
         self._repeated: Repeated | None = None
 
     def __call__(self, tensors: tuple[torch.Tensor | None, ...]) -> None:
-        """Runs it on tensors in the order of the kernel's signature: first those that the geometries describe."""
+        """Run it on tensors in the order of the kernel's signature: first those that have geometries."""
         described = len(self._geometries)
         bases, pointers = tensors[:described], tensors[described:]
         repeated = self._repeated
@@ -133,7 +133,7 @@ class Launch:
                 repeated(pointers, bases)
 
     def _run_alone(self, pointers: tuple[torch.Tensor | None, ...], bases: tuple[torch.Tensor | None, ...]) -> None:
-        """Runs it as any other launch; nothing is made ready for a second one that may never come."""
+        """Run it as an ordinary launch; the first run prepares nothing, because a second one may never come."""
         described = zip(bases, self._geometries, strict=True)
         descriptors = tuple([None if b is None or g is None else Descriptor(b, *g) for b, g in described])
         self._variant = launch(self._kernel, self._programs, pointers, *self._rest, descriptors, self._dependent)
@@ -159,13 +159,13 @@ def launch(
     descriptors: tuple[Descriptor | None, ...] = (),
     dependent: bool = False,
 ) -> Variant | None:
-    """Runs ``programs`` programs of ``kernel`` on the device of the first descriptor or pointer.
+    """Run ``programs`` programs of ``kernel`` on the device of the first descriptor or pointer.
 
-    A ``dependent`` kernel may start while the one before it still runs, and waits for it by itself. The groups of
-    arguments follow one another as in the kernel's signature, ``descriptors`` before the others.
-    ``free_numbers`` are those that the kernel is declared not to be specialised on: they may change with every call.
+    A ``dependent`` kernel may start while the previous one still runs (programmatic dependent launch) and waits for it
+    itself. The groups of arguments are in the order of the kernel's signature, ``descriptors`` before the others.
+    ``free_numbers`` are the kernel's ``do_not_specialize`` parameters: they may change with every call.
 
-    Returns the compiled variant, or None where every launch goes through Triton's interface.
+    Returns the compiled variant, or None if every launch has to go through Triton's interface.
     """
     first = descriptors[0].base if descriptors and descriptors[0] else pointers[0]
     assert first is not None
@@ -187,13 +187,13 @@ def launch(
         blocks = tuple([None if d is None else (d.base.dtype, *d.block_shape) for d in descriptors])
         free = [n for each in free_numbers for n in (each if isinstance(each, tuple) else (each,))]
         width = tuple([n >> 31 for n in free if type(n) is int])
-        # Kernels live as long as their modules; hashing one would hash its source.
+        # id() is unique, as kernels live as long as their modules; hashing a kernel would hash its source.
         key = (id(kernel), device.index, blocks, layout, numbers, width, constants, num_warps, num_stages, dependent)
         known = _compiled.get(key)
         if known is not None:
             known.launch(programs, device.index, descriptors, pointers, addresses, rest)
             return known
-    # Fusing a product and a sum rounds once instead of twice; named, because the default is about to change.
+    # An FMA rounds once instead of twice. Passed explicitly, because Triton's default is about to change.
     options = {"num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": True}
     if dependent:
         options["launch_pdl"] = True

@@ -1,6 +1,6 @@
 """Float32 partial sums, added up in a fixed order and rounded once: no atomics, the same bits every time.
 
-What is still to be done with a sum, once, before it is rounded (a bias, an activation), is done on the way.
+An epilogue (bias, activation) is applied to a sum before it is rounded.
 """
 
 import math
@@ -16,10 +16,7 @@ from .tiles import follow_kernel_before, load_vector
 
 
 class ReduceBlocks(NamedTuple):
-    """``block`` sums for each program, from ``splits`` partials at a time.
-
-    Loads in flight: one after the other, each would wait for the memory's latency.
-    """
+    """``block`` sums per program, ``splits`` partials at a time: many loads in flight hide the memory latency."""
 
     block: int = 128
     splits: int = 32
@@ -27,7 +24,7 @@ class ReduceBlocks(NamedTuple):
 
 
 class Epilogue(NamedTuple):
-    """``act(sum + bias)`` of the one output ``[rows, columns]``; ``bias`` ``[columns]`` has any stride."""
+    """``act(sum + bias)`` of a single output ``[rows, columns]``; ``bias`` ``[columns]`` may have any stride."""
 
     bias: torch.Tensor | None
     columns: int
@@ -41,7 +38,7 @@ _BLOCKS = ReduceBlocks()
 
 @triton.jit
 def _total(partials_ptr, index, end, splits, SPLITS: tl.constexpr, BLOCK: tl.constexpr):
-    """The sums of the elements ``index`` of ``splits`` rows of ``end`` partials."""
+    """The sums over ``splits`` rows of ``end`` partials each, at the columns ``index``."""
     total = tl.zeros([BLOCK], tl.float32)
     for first in range(0, splits, SPLITS):
         split = first + tl.arange(0, SPLITS)
@@ -62,14 +59,14 @@ def _reduce_partials_kernel(
     follow_kernel_before(DEPENDENT)
     program = tl.program_id(0)
     if other_partials_ptr is not None:
-        # The programs behind those of the first partials.
+        # Programs past those of the first partials reduce the other ones.
         behind = program - tl.cdiv(end_5, BLOCK)
         if behind >= 0:
             index = behind.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
             total = _total(other_partials_ptr, index, other_end, other_splits, SPLITS, BLOCK)
             tl.store(other_out_ptr + index, total.to(other_out_ptr.dtype.element_ty), mask=index < other_end)
             return
-    # The outputs lie behind one another in a row of the partials; ``end_i`` is where output i ends.
+    # A row of the partials has the outputs one after another; ``end_i`` is where output i ends.
     index = program.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     total = _total(partials_ptr, index, end_5, splits, SPLITS, BLOCK)
     if bias_ptr is not None:
@@ -99,11 +96,11 @@ def reduce_partials(
     other: tuple[torch.Tensor, torch.Tensor] | None = None,
     ready: dict[Any, Any] | None = None,
 ) -> None:
-    """Sums ``partials [splits, total]`` over the splits into the contiguous outputs, one rounding each.
+    """Sum ``partials [splits, total]`` over the splits into up to six contiguous outputs, one rounding each.
 
-    An ``epilogue`` is for a single output. ``dependent``: the kernel before, whose partials these are, lets this one
-    start early. ``other``: partials of any number of splits, and the output ``[columns]`` of their sums; to add them up
-    here saves a launch. ``ready`` keeps what is prepared, for calls that differ in addresses alone.
+    An ``epilogue`` requires a single output. ``dependent``: the previous kernel, which writes the partials, lets this
+    one start early. ``other``: partials of any number of splits, and the output ``[columns]`` of their sums; reducing
+    them here saves a launch. ``ready`` caches the prepared launch for calls that differ in addresses only.
     """
     launch = prepared(ready, "sums", _prepare_sums, partials, outputs, epilogue, blocks, dependent, other)
     other_partials, other_output = other or (None, None)
@@ -140,7 +137,7 @@ def _prepare_sums(
 
 
 def split_size(shapes: Sequence[tuple[int, ...] | None], splits: int) -> int:
-    """How many elements the partials of one split have; 0 where there is one split, which needs none."""
+    """How many elements the partials of one split have; 0 for a single split, which needs no partials."""
     return sum([math.prod(shape) for shape in shapes if shape is not None]) if splits > 1 else 0
 
 
@@ -153,16 +150,16 @@ def summed_over_splits(
 ) -> list[torch.Tensor | None]:
     """Contiguous tensors of these shapes, None for None, in the dtype and on the device of ``like``.
 
-    ``fill(targets, split_size)`` computes them, or the partials of every split, whose first ones are the targets;
-    ``split_size`` elements further lie those of the next split. ``ready`` keeps what is prepared, for calls that differ
-    in addresses alone.
+    ``fill(targets, split_size)`` computes them or, with several splits, all partials: those of the first split in the
+    targets, those of each further split ``split_size`` elements later. ``ready`` caches the prepared launch for calls
+    that differ in addresses only.
     """
     outputs = [None if shape is None else like.new_empty(shape) for shape in shapes]
     if splits == 1:
         fill(outputs, 0)
         return outputs
     sizes, total = [math.prod(shape) for shape in shapes if shape is not None], split_size(shapes, splits)
-    # One dimension, so that one operation yields the first split's pieces.
+    # 1D, so that one operation yields the pieces of the first split.
     partials = like.new_empty(splits * total, dtype=torch.float32)
     pieces = iter(partials.split_with_sizes([*sizes, (splits - 1) * total]))
     fill([None if shape is None else next(pieces) for shape in shapes], total)

@@ -1,10 +1,10 @@
-"""A compiled kernel launched again, without what Triton does anew in every launch although nothing has changed.
+"""Relaunching a compiled kernel without the host work that Triton repeats in every launch.
 
-Its launcher encodes each descriptor for TMA, asks the driver about each pointer, and prepares a report for
-hooks that nobody has set. Here a descriptor is encoded once for each place in memory that it describes, pointers are
-numbers, and a launcher made for descriptors in their encoded form takes both. A launch that is prepared calls the C
-function inside that launcher. All of that is Triton's own code, called with other arguments; where this Triton is built
-otherwise than it is known here, launches go through its public interface as before.
+Triton's launcher encodes each descriptor for TMA, queries the driver about each pointer, and prepares metadata for
+hooks that nobody has set. Here a descriptor is encoded once per address and geometry, pointers are passed as numbers,
+and a launcher built for encoded descriptors takes both. A prepared launch calls the C function inside that launcher.
+All of that is Triton's own code, called with other arguments; if its internals differ from those known here, launches
+go through its public interface.
 """
 
 import copy
@@ -18,14 +18,14 @@ import torch
 from .device import triton
 from .hopper import Descriptor, Geometry
 
-# What is encoded depends on the address and the geometry alone, so that nobody needs to know whose memory it is.
+# An encoding depends on address and geometry only: it stays valid whichever tensor owns the memory.
 _encoded: dict[tuple[object, ...], list[Any]] = {}
 _ENCODED_LIMIT = 4096  # addresses that change with every call must not fill the memory
 _SLOT_LIMIT = 256  # the same, for one descriptor of one prepared launch
-# How descriptors of one block are encoded, as Triton's compiler has it -> a short name for it.
+# Triton's metadata for encoding a descriptor (block, swizzle, element type) -> a short id.
 _encodings: dict[tuple[object, ...], int] = {}
 
-# The parameters of Triton's function that encodes a descriptor; the last is not used there, and not everywhere.
+# The parameters of Triton's function that encodes a descriptor; the last is unused, and some releases lack it.
 _ENCODING_PARAMETERS = (("arg", "metadata"), ("arg", "metadata", "_"))
 _LAUNCHER_PARAMETERS = ("self", "gridX", "gridY", "gridZ", "stream", "function")
 
@@ -58,7 +58,7 @@ class Variant:
         addresses: list[int | None],
         rest: tuple[object, ...],
     ) -> None:
-        """Runs it on the current stream of ``device``, which is the current one."""
+        """Run it on the current stream of ``device``, which must be the current device."""
         if self._launcher is None or _listened_to():
             alike = [None if d is None else d.like(other) for d, other in zip(descriptors, self._checked, strict=True)]
             self._compiled[(programs, 1, 1)](*alike, *pointers, *rest)
@@ -82,12 +82,12 @@ class Variant:
         )  # fmt: skip
 
     def _encoding(self, place: int, descriptor: Descriptor) -> list[Any]:
-        """What the launcher takes for it: the map, sizes and strides."""
+        """The launcher's arguments for one descriptor: the tensor map, sizes and strides."""
         return self._encode(descriptor.like(self._checked[place]), self._facts[place][1], *self._unused)
 
 
 class _Slot:
-    """One descriptor of a prepared launch: its place among the arguments, and how its last tensors are encoded."""
+    """One descriptor of a prepared launch: its position among the arguments, and encodings of recent tensors."""
 
     __slots__ = ("_encodings", "_geometry", "_index", "_variant", "last", "place")
 
@@ -98,7 +98,7 @@ class _Slot:
         self._encodings: dict[int, Any] = {}
 
     def encoding(self, address: int, base: torch.Tensor) -> Any:
-        """The map of ``base``, which lies at ``address``."""
+        """The tensor map of ``base``, whose address is ``address``."""
         found = self._encodings.get(address)
         if found is None:
             if len(self._encodings) >= _SLOT_LIMIT:
@@ -110,7 +110,7 @@ class _Slot:
 
 
 class Repeated:
-    """The launch of a variant of which all but the tensors is known; see ``launching.Launch``."""
+    """The launch of a variant with everything but the tensors known; see ``launching.Launch``."""
 
     __slots__ = (
         "_after", "_arguments", "_before", "_device", "_first_pointer", "_function", "_geometries", "_nested",
@@ -144,7 +144,7 @@ class Repeated:
         )
 
     def __call__(self, pointers: tuple[torch.Tensor | None, ...], bases: tuple[torch.Tensor | None, ...]) -> None:
-        """Runs it on the current stream of its device, which is the current one."""
+        """Run it on the current stream of its device, which must be the current device."""
         if self._function is None or _listened_to():
             self._through_triton(pointers, bases)
             return
@@ -174,7 +174,7 @@ class Repeated:
 
 
 def _listened_to() -> bool:
-    """Whether somebody hears of launches; a chain without hooks is one that nobody listens to."""
+    """Whether a launch hook is set; a hook chain without hooks counts as none."""
     hooks = triton.knobs.runtime
     before, after = hooks.launch_enter_hook, hooks.launch_exit_hook
     return bool(getattr(before, "calls", before) or getattr(after, "calls", after))
@@ -186,10 +186,10 @@ _STREAM = object()
 def _innermost(
     launcher: Any, programs: int, compiled: Any, arguments: tuple[Any, ...]
 ) -> tuple[Any, tuple[Any, ...], tuple[Any, ...], bool]:
-    """The function that launches, what it takes before and behind the stream, and whether arguments come as one tuple.
+    """(launch function, its arguments before and after the stream, whether the kernel's arguments form one tuple).
 
-    Triton's launcher in Python allocates scratch memory, of which kernels here need none, and hands everything to a
-    function in C. What it hands over is found by watching it once; where that is not as expected, it is called itself.
+    Triton's Python launcher allocates scratch memory, of which kernels here need none, and calls a C function. One call
+    with a recorder in place of that function shows its arguments; if they are unexpected, the Python launcher is used.
     """
     given = (programs, 1, 1, _STREAM, compiled.function, compiled.packed_metadata, None, None, None, *arguments)
     itself = (launcher, given[:3], given[4:9], False)
@@ -216,7 +216,7 @@ def _same(left: tuple[Any, ...], right: tuple[Any, ...]) -> bool:
 
 
 def _is_known(driver: Any, backend: Any, compiled: Any) -> bool:
-    """Whether Triton's launcher is put together as it must be for what is done with it here."""
+    """Whether Triton's launcher has the interfaces that this file relies on."""
     encode = getattr(backend, "make_tensordesc_arg", None)
     kind = getattr(driver, "launcher_cls", None)
     if not inspect.isfunction(encode) or not inspect.isclass(kind):
@@ -239,7 +239,7 @@ def _describes(kind: Any) -> bool:
 
 
 def _launcher(driver: Any, compiled: Any, checked: list[Any]) -> Any:
-    """Triton's launcher of a kernel, for descriptors in their encoded form: the map, sizes and strides."""
+    """Triton's launcher of a kernel, built for encoded descriptors: tensor map, sizes and strides."""
     given = [descriptor for descriptor in checked if descriptor is not None]
     if not given:
         return compiled.run
@@ -257,7 +257,7 @@ def _launcher(driver: Any, compiled: Any, checked: list[Any]) -> Any:
 
 
 def _by_place(compiled: Any, checked: list[Any]) -> list[Any]:
-    """For each descriptor a short name of its encoding, and Triton's facts of it; None where there is none."""
+    """For each descriptor (short id of its encoding, Triton's metadata for it); None where there is no descriptor."""
     facts: list[Any] = []
     metas = iter(getattr(compiled.metadata, "tensordesc_meta", None) or ())
     for descriptor in checked:

@@ -1,13 +1,13 @@
-"""Device helpers that every kernel shares: which tile a program owns, bounds, loads and stores of tiles."""
+"""Device helpers that kernels share: which tile a program owns, bounds, loads, stores and products of tiles."""
 
 from .device import tl, triton
 
 
 @triton.jit
 def follow_kernel_before(DEPENDENT: tl.constexpr):
-    """For a kernel launched as dependent: waits for the results of the kernel before it, in the same stream.
+    """In a dependent launch, wait for the results of the previous kernel in the stream.
 
-    The programs of the kernel behind it may start as soon as all of this one run; they wait here, too.
+    The next kernel, if dependent, may start once all programs of this one have come here; it waits here, too.
     """
     if DEPENDENT:
         tl.extra.cuda.gdc_launch_dependents()
@@ -16,7 +16,7 @@ def follow_kernel_before(DEPENDENT: tl.constexpr):
 
 @triton.jit
 def batch_and_tile(M, BLOCK_M: tl.constexpr):
-    """(batch index, first row) of this program. One grid axis serves both: axes 1 and 2 end at 65,535 programs."""
+    """(batch index, first row) of this program. One grid axis serves both: axes 1 and 2 are limited to 65,535."""
     program = tl.program_id(0)
     tiles = tl.cdiv(M, BLOCK_M)
     return (program // tiles).to(tl.int64), (program % tiles) * BLOCK_M
@@ -24,9 +24,9 @@ def batch_and_tile(M, BLOCK_M: tl.constexpr):
 
 @triton.jit
 def grouped_tile(tile, tile_rows, tile_columns, group):
-    """(tile row, tile column) of the ``tile``-th tile, ``group`` rows of tiles at a time, each group by columns.
+    """(tile row, tile column) of the ``tile``-th tile, swizzled: ``group`` tile rows at a time, column by column.
 
-    Tiles that are computed at the same time lie close together, so that they find their operands in the cache.
+    Tiles that are computed at the same time are close together and share operands in the L2 cache.
     """
     first = tile // (group * tile_columns) * group
     height = tl.minimum(group, tile_rows - first)
@@ -66,9 +66,9 @@ def load_vector(base_ptr, cols, stride, col_limit):
 
 @triton.jit
 def only_before(values, cols, N, WHOLE: tl.constexpr):
-    """A tile of a product for sums over its columns: zeros from N on, where any are unless tiles are ``WHOLE``.
+    """A product's tile with zeros from column N on, for sums over columns; ``WHOLE``: no tile extends past N.
 
-    What lies there may be anything: copies of a stack of weights bring the next entry's, and infinity times 0 is NaN.
+    Those columns may hold anything: TMA reads the next entry of stacked weights there, and infinity times 0 is NaN.
     """
     if not WHOLE:
         values = tl.where(tl.expand_dims(cols < N, 0), values, 0.0)
@@ -80,7 +80,7 @@ _CHAIN = tl.constexpr(32)
 
 @triton.jit
 def _rounded_to_tf32(x):
-    # The matrix unit cuts the bits it does not take; torch rounds them.
+    # Tensor cores truncate to TF32; torch rounds.
     return ((x.to(tl.int32, bitcast=True) + 0x1000) & -0x2000).to(tl.float32, bitcast=True)
 
 
@@ -96,7 +96,7 @@ def _dot(left, right, acc, INPUT_PRECISION: tl.constexpr):
 def product(left, right, INPUT_PRECISION: tl.constexpr):
     """The matrix product of two tiles in float32.
 
-    IEEE float32 is added up one product at a time: chains of 32 and their sum lose fewer bits than one chain.
+    IEEE float32 is accumulated one FMA at a time: the sum of chains of 32 loses fewer bits than one long chain.
     """
     ROWS: tl.constexpr = left.shape[0]
     INNER: tl.constexpr = left.shape[1]
@@ -114,8 +114,8 @@ def product(left, right, INPUT_PRECISION: tl.constexpr):
 def add_product(acc, left, right, zero, INPUT_PRECISION: tl.constexpr):
     """``acc + left @ right``.
 
-    A float32 tile is summed on its own before it joins the sum of the tiles: one long chain of additions would lose
-    more bits than torch does. ``zero`` is a number the compiler does not know to be 0, or it would join them again.
+    A float32 tile is summed separately before it is added to ``acc``: one long chain of additions would lose more bits
+    than torch does. ``zero`` is 0 at run time only; with a constant the compiler would merge the two sums again.
     """
     if left.dtype == tl.float32:
         return acc + _dot(left, right, tl.zeros(acc.shape, tl.float32) + zero, INPUT_PRECISION)
@@ -125,16 +125,16 @@ def add_product(acc, left, right, zero, INPUT_PRECISION: tl.constexpr):
 
 @triton.jit
 def in_units(x, UNIT: tl.constexpr):
-    """``x``, a multiple of ``UNIT``, as the compiler does not know of a stride or a limit unless 16 divides it.
+    """Tell the compiler that the stride or limit ``x`` is a multiple of ``UNIT``: an alignment hint.
 
-    Without a whole vector between one row and the next, or up to the limit, it loads element by element.
+    Triton derives one itself only for multiples of 16. Without it, loads and stores are not vectorised.
     """
     return x // UNIT * UNIT
 
 
 @triton.jit
 def strides_in_units(strides, TRANSPOSED: tl.constexpr, UNIT: tl.constexpr):
-    """The three strides of an operand, batch, row and column, whose lines are whole vectors (``launching.lines``)."""
+    """(batch, row, column) strides of an operand, with the hint of `in_units` on those between ``launching.lines``."""
     stride_z, stride_row, stride_col = strides
     if TRANSPOSED:
         return in_units(stride_z, UNIT), stride_row, in_units(stride_col, UNIT)

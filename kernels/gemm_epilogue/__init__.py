@@ -1,4 +1,4 @@
-"""Products of the wide FFN with what follows them in their epilogue.
+"""Products of the wide FFN with fused epilogues.
 
     Z = x W_upᵀ + b_up             Zg = x W_gateᵀ + b_gate                        (gated)
     H = act(Z)                     H = act(Zg) ⊙ Z                                (gated)
@@ -7,23 +7,21 @@
     db_up = Σ_m dZ                 db_gate = Σ_m dZg                             (gated)
 
 Shapes: x [M, K], w_up and w_gate [N, K], dy [M, O], w_down [O, N], Z, Zg, H and their gradients [M, N], db_up and
-db_gate [N]. ``hidden`` computes H, with Z and Zg where a backward pass will read them; ``hidden_gradient`` the
-gradients with their sums, and H once more where the gradient of w_down needs it. dH stays on chip. Where the tiles
-have no inner axis, torch computes those products as well: ``hidden`` reads Z and Zg then, and ``hidden_gradient`` finds
-dH where it stores dZ.
+db_gate [N]. ``hidden`` computes H, with Z and Zg if a backward pass will read them; ``hidden_gradient`` computes the
+gradients with their sums, and H once more if the gradient of w_down needs it. dH stays on chip. With tiles whose
+``block_inner`` is 0, torch computes these products: ``hidden`` then reads Z and Zg, and ``hidden_gradient`` reads dH
+from the memory of dZ.
 
-The products that remain, y = H W_downᵀ, dx = dZ W_up and the weight gradients, are matrices in and matrices out:
-cuBLAS, which shares what it copies in clusters of SMs, was faster there, and nothing is left to fuse. But where
-the hidden is in memory in groups of units only, dx is a sum over them in float32: ``data_gradient``, on Hopper, reads
-and writes that sum in its epilogue.
+The remaining products, y = H W_downᵀ, dx = dZ W_up and the weight gradients, have nothing to fuse, and cuBLAS, which
+multicasts its loads within clusters of SMs, was faster there. But if the hidden is in memory in groups of units only,
+dx is a float32 sum over the groups: ``data_gradient``, on Hopper, reads and writes that sum in its epilogue.
 
-Where a weight is adapted by a product of low rank, x (W + s B A)ᵀ, a second product u Bᵀ with u = s x Aᵀ ``[M, R]``
-joins the first one on chip, and v A with v = s dy B joins dH: ``matmul/low_rank.py``.
+If a weight has a low-rank adapter (LoRA), x (W + s B A)ᵀ, a second product u Bᵀ with u = s x Aᵀ ``[M, R]`` is added to
+the first one on chip, and v A with v = s dy B to dH: ``matmul/low_rank.py``.
 
-Sums over rows are float32 partials of every band of rows, added up in a fixed order by ``kernels.partials`` and rounded
-once: no atomics, the same bits every time. The files beside this one hold the generic kernels, of any
-strides and sizes, and launch those of ``matmul/sm90`` where the plan names them and the operands lie as TMA
-wants them.
+Sums over rows are float32 partials of bands of rows, added up in a fixed order by ``kernels.partials`` and rounded
+once: no atomics, the same bits every time. The launchers here run the kernels of ``matmul/generic``, for any strides
+and sizes, or those of ``matmul/sm90`` if the plan names them and TMA can read the operands.
 """
 
 from ..hopper import Scaled

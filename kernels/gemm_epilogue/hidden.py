@@ -1,4 +1,4 @@
-"""H from x, gated from both projections in one pass over x, and Z and Zg where a backward pass will read them."""
+"""H from x, if gated from both projections in one pass over x, and Z and Zg if a backward pass will read them."""
 
 from typing import Any
 
@@ -29,12 +29,12 @@ def hidden(
     low_rank: LowRank | None = None,
     for_products: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    """(H, Z, Zg) ``[M, N]``, contiguous; Z, and Zg with a gate, only to ``keep``. Operands of any strides.
+    """(H, Z, Zg) ``[M, N]``, contiguous; Z, and Zg with a gate, only to ``keep``. Operands may have any strides.
 
-    With ``low_rank`` its products are part of Z and Zg; the sm90 kernel adds them on chip. Where ``tiles`` have no
-    inner axis, torch computes Z and Zg, and one kernel H from them. If H is ``for_products`` alone, rows that a kernel
-    fills begin with a sector of memory: Z and Zg may have a few more columns then, which say nothing.
-    ``ready`` belongs to one prepared call: see ``gemm_gemm.Operands``. The place of the dropout is one of its options.
+    ``low_rank`` products are added to Z and Zg, on chip in the sm90 kernel. If ``tiles.block_inner`` is 0, torch
+    computes Z and Zg, and one kernel H from them. ``for_products``: only products read H. Then rows that a kernel
+    writes begin at memory sectors: H may have gaps between rows, Z and Zg meaningless columns past N. ``ready`` belongs
+    to one prepared call (see ``gemm_gemm.Operands``), whose options include ``dropout.place``.
     """
     columns, width, launch, on_sm90 = prepared(
         ready, ("hidden", keep), _prepare, x, w_up, b_up, w_gate, b_gate, keep, arithmetic, tiles,
@@ -46,7 +46,7 @@ def hidden(
     if not tiles.block_inner:
         z = F.linear(x, w_up, b_up)
         z_gate = None if w_gate is None else F.linear(x, w_gate, b_gate)
-        # What is not kept is replaced, unless rows are to lie otherwise. x says on which device.
+        # H overwrites Z if that is not kept and the rows need no padding. x only tells the device.
         found = empty_rows(x, x.shape[0], columns, width) if keep or width > columns else z
         launch((x, None, None, found, z, z_gate, None, None, dropout.seed, None, None))
         return (found, z, z_gate) if keep else (found, None, None)
@@ -77,9 +77,7 @@ def _prepare(
     low_rank: LowRank | None,
     for_products: bool,
 ) -> tuple[int, int, Launch, bool]:
-    """What all executions of one prepared call share: the results' columns and those in memory, the launch, whether
-    it is the sm90 one.
-    """
+    """(columns, columns in memory, launch, whether it is the sm90 one), shared by all executions of a prepared call."""
     rows, columns = x.shape[0], w_up.shape[0]
     width = hidden_stride(columns, x.element_size()) if for_products else columns
     pipeline = pipeline if dropout.in_whole_draws else None
@@ -113,9 +111,9 @@ def _matrices(
     b_up: torch.Tensor | None,
     b_gate: torch.Tensor | None,
 ) -> tuple[Matrix, Matrix, Matrix | None] | None:
-    """The operands as TMA sees them, or None where one does not lie so, or a bias has gaps.
+    """The operands as TMA sees them, or None if it cannot read one of them or a bias is not contiguous.
 
-    Weights may be transposed, both of them.
+    Weights may be transposed, if both are.
     """
     if any(bias is not None and bias.stride(0) != 1 for bias in (b_up, b_gate)):
         return None
@@ -125,7 +123,7 @@ def _matrices(
         return None
     if gate is not None and gate.transposed != up.transposed:
         return None
-    # The results' rows, too.
+    # Rows of the results must be aligned, too.
     if w_up.shape[0] * x.element_size() % ALIGNMENT:
         return None
     return rows, up, gate

@@ -1,4 +1,4 @@
-"""dZ, and with a gate dZg, from dy and the pre-activations, with the sums over their rows, and H once more."""
+"""dZ, and with a gate dZg, from dy and the pre-activations, with their sums over rows, and H once more."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -19,8 +19,7 @@ _BAND_BLOCKS = ReduceBlocks(*BAND_BLOCKS)
 
 
 class HiddenGradients(NamedTuple):
-    """dz and dz_gate ``[M, N]``, db_up and db_gate ``[N]``, the hidden ``[M, N]``, db_down ``[O]``; None for what was
-    not asked."""
+    """dz, dz_gate and the hidden ``[M, N]``, db_up and db_gate ``[N]``, db_down ``[O]``; None if not requested."""
 
     dz: torch.Tensor
     dz_gate: torch.Tensor | None
@@ -52,21 +51,21 @@ def hidden_gradient(
     low_rank: LowRank | None = None,
     added: torch.Tensor | None = None,
 ) -> HiddenGradients:
-    """The gradients of the pre-activations, with ``bias`` their sums, and the hidden if it is to be kept.
+    """The gradients of the pre-activations, with ``bias`` their sums over rows, with ``keep_hidden`` also the hidden.
 
-    With ``column_sums`` the sums of dy, too, by these tiles; with ``low_rank`` its product is part of dH, and so is
-    ``added``, which is like dH and contiguous. Where ``tiles`` have no inner axis, torch computes dH where dz will be,
-    which is not in place.
+    With ``column_sums`` also the sums of dy, by these tiles. ``low_rank``'s product and ``added``, contiguous
+    ``[M, N]``, are added to dH. If ``tiles.block_inner`` is 0, torch writes dH to the memory of dz, which rules out
+    ``in_place``.
 
-    Operands ``[M, *]`` of any strides. Results are contiguous, unless they are ``for_products`` alone: then rows begin
-    with a sector of memory, and dz and dz_gate may be the halves of one ``[M, 2 N]``: see ``gradients_joined``.
-    ``in_place``, they replace z and z_gate, whose rows are contiguous and start alike then.
-    The sums fill ``sums_into``, of up and of the gate, or new tensors of dy's dtype; partial ones before them lie in
-    ``partials_into``, a float32 vector, if that is large enough. The hidden, if it is to be kept, is a new tensor or
-    ``hidden_into``, which is contiguous. A program of the generic kernel computes ``row_tiles`` tiles.
+    Operands ``[M, *]`` may have any strides. Results are contiguous, unless only products read them (``for_products``):
+    then rows begin at memory sectors, and dz and dz_gate may be the halves of one ``[M, 2 N]``: see
+    ``gradients_joined``. ``in_place``: they overwrite z and z_gate, whose rows are contiguous, with equal row strides.
+    The sums are written to ``sums_into``, of up and of the gate, or to new tensors of dy's dtype; their partials to
+    ``partials_into``, a float32 vector, if that is large enough. The hidden is written to ``hidden_into``, contiguous,
+    or to a new tensor. A program of the generic kernel computes ``row_tiles`` tiles.
 
-    ``ready`` belongs to one prepared call (see ``gemm_gemm.Operands``), whose options are all but those that say what
-    is asked for and where; dy may lie differently from call to call.
+    ``ready`` belongs to one prepared call (see ``gemm_gemm.Operands``), whose options are all but those for what is
+    requested and where it goes; dy's layout may change between its executions.
     """
     keep_hidden = keep_hidden or hidden_into is not None
     name = ("hidden gradient", bias, keep_hidden, column_sums is not None, bool(sums_into), in_place, *layout_of(dy))
@@ -75,7 +74,7 @@ def hidden_gradient(
         pipeline, keep_hidden, for_products, in_place, bool(sums_into), dropout, low_rank,
     )  # fmt: skip
     if made.copied:
-        # What autograd gives may be expanded, or transposed: a copy costs less than the generic kernel does.
+        # Autograd may pass an expanded or transposed dy: a copy costs less than the generic kernel.
         dy = dy.contiguous()
     rows, columns, _ = made.shape
     d_gate: torch.Tensor | None = None
@@ -88,12 +87,12 @@ def hidden_gradient(
         dz = empty_rows(dy, *made.shape)
         d_gate = None if z_gate is None else empty_rows(dy, *made.shape)
     hidden = empty_rows(dy, *made.shape) if keep_hidden and hidden_into is None else hidden_into
-    # Of few rows the kernel's sums are the result.
+    # A single band: the kernel's sums are the result, not partials.
     complete = made.sums is not None and len(made.sums) == 1
     sums = None
     if made.sums is not None:
         sums = dy.new_empty(made.sums) if complete else _partials(dy, made.sums, partials_into)
-    # First, so that the kernel behind it finds dy in the cache.
+    # First, so that the next kernel finds dy in the L2 cache.
     dy_sums = None if column_sums is None else column_partials(dy, column_sums, made.ready)
     more: tuple[torch.Tensor | None, ...] = ()
     scales: tuple[None, ...] = ()
@@ -125,7 +124,7 @@ def hidden_gradient(
 class _Prepared(NamedTuple):
     """What all executions of one prepared call share: rows, columns and row stride of the hidden, the sums' shape.
 
-    ``sums`` are partial ones of bands, or, where there is a single one, complete.
+    ``sums`` is the shape of the partials of bands, or 1D if a single band gives complete sums.
     """
 
     shape: tuple[int, int, int]
@@ -194,7 +193,7 @@ def _prepare(
 
 
 def _partials(dy: torch.Tensor, shape: tuple[int, ...], memory: torch.Tensor | None) -> torch.Tensor:
-    """An empty float32 tensor of this shape, in a vector's memory if that is large enough."""
+    """An empty float32 tensor of this shape, in the vector ``memory`` if that is large enough."""
     size = torch.Size(shape).numel()
     if memory is None or memory.shape[0] < size:
         return dy.new_empty(shape, dtype=torch.float32)
@@ -202,14 +201,14 @@ def _partials(dy: torch.Tensor, shape: tuple[int, ...], memory: torch.Tensor | N
 
 
 def _sums(bands: int, columns: int, parts: int, given: bool) -> tuple[int, ...]:
-    # What is given may lie anywhere, of any dtype; and no two gradients share memory.
+    # Partials for given tensors, of any layout and dtype, and for two gradients, which must not share memory.
     return (columns,) if bands == 1 and parts == 1 and not given else (bands, columns * parts)
 
 
 def _matrices(
     dy: torch.Tensor, w_down: torch.Tensor, z: torch.Tensor, z_gate: torch.Tensor | None
 ) -> tuple[Matrix, Matrix, Matrix, Matrix | None] | None:
-    """The operands as TMA sees them, or None where one does not lie as it needs them.
+    """The operands as TMA sees them, or None if it cannot read one of them.
 
     w_down may be transposed.
     """
@@ -217,7 +216,7 @@ def _matrices(
     gate = None if z_gate is None else untransposed(z_gate)
     if left is None or right is None or first is None or (z_gate is not None and gate is None):
         return None
-    # The results' rows, too.
+    # Rows of the results must be aligned, too.
     if w_down.shape[1] * dy.element_size() % ALIGNMENT:
         return None
     return left, right, first, gate

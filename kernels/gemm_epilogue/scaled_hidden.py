@@ -1,4 +1,4 @@
-"""The hidden of 8-bit operands with scales, on Hopper; with the identity as its activation, their product."""
+"""The hidden from 8-bit operands with scales, on Hopper; with the identity as its activation, their product."""
 
 from typing import Any
 
@@ -27,11 +27,11 @@ def scaled_hidden(
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     """(H, Z, Zg) ``[M, N]`` of ``dtype``, contiguous; Z, and Zg with a gate, only to ``keep``.
 
-    Values of x ``[M, K]`` and of weights ``[N, K]`` lie in rows that begin at multiples of 16 bytes; N is a multiple of
-    8. Products of 8-bit values are summed in the tensor core, which keeps about 14 bits of a sum. The rest is as in
+    Rows of x's values ``[M, K]`` and of the weights' ``[N, K]`` begin at multiples of 16 bytes; N is a multiple of 8.
+    Products of 8-bit values are summed in the tensor core, which keeps about 14 bits of a sum. The rest is as in
     :func:`hidden`.
 
-    Raises ValueError where an operand or a result does not lie as TMA wants it.
+    Raises ValueError if TMA cannot read an operand or write a result, or if a bias is not contiguous.
     """
     launch = prepared(
         ready, ("scaled hidden", keep, dtype), _prepare, x, w_up, b_up, w_gate, b_gate, keep, arithmetic, pipeline,

@@ -1,1 +1,1 @@
-"""Every product of two matrices: schedules, mainloops, prologues and epilogues that are put together to kernels."""
+"""Products of two matrices: kernels composed of schedules, prologues, mainloops and epilogues."""

@@ -1,11 +1,11 @@
-"""What a product with an activation computes, besides its tensors."""
+"""The arithmetic of a product with an activation: all that it depends on besides its tensors."""
 
 import math
 from typing import NamedTuple, Protocol
 
 
 class Named(Protocol):
-    """What names an arithmetic: :class:`Arithmetic`, and others."""
+    """Anything that has these three names: :class:`Arithmetic`, or the details of a call."""
 
     @property
     def activation(self) -> str: ...
@@ -20,8 +20,8 @@ class Named(Protocol):
 class Arithmetic(NamedTuple):
     """``accuracy`` is that of activations: see ``kernels.activations``.
 
-    With a limit the hidden is ``act(min(g, limit)) ⊙ (clamp(z, -limit, limit) + offset)``, else
-    ``act(g) ⊙ (z + offset)``.
+    A gated hidden is ``act(g) ⊙ (z + offset)``, or with a limit
+    ``act(min(g, limit)) ⊙ (clamp(z, -limit, limit) + offset)``.
     """
 
     activation: str
@@ -37,12 +37,12 @@ class Arithmetic(NamedTuple):
 
     @property
     def clamped(self) -> bool:
-        """Whether limit or offset say anything."""
+        """Whether limit or offset has an effect."""
         return self.limit is not None or self.offset != 0
 
     @property
     def limits(self) -> tuple[float, float] | None:
-        """``numbers`` where they say anything."""
+        """``numbers`` if ``clamped``, else None."""
         return self.numbers if self.clamped else None
 
     @property

@@ -1,4 +1,4 @@
-"""A product of low rank that joins another one on chip: ``x Wᵀ + u Bᵀ``, what an adapted linear layer computes."""
+"""A low-rank product that is added to another one on chip: ``x Wᵀ + u Bᵀ``, as in a linear layer with LoRA."""
 
 from typing import NamedTuple
 
@@ -8,11 +8,11 @@ from ..hopper import ALIGNMENT, Geometry, Matrix, matrix, untransposed
 
 
 class LowRank(NamedTuple):
-    """``left @ right``, which joins the product of a weight, and ``left @ other``, which joins that of a gate.
+    """``left @ right``, added to the product with a weight, and ``left @ other``, added to that with a gate's weight.
 
-    ``right`` and ``other`` lie as their weights do, ``[N, R]`` beside ``[N, K]`` or ``[R, N]`` beside ``[O, N]``.
-    ``right`` takes the columns of ``left`` ``[M, *]`` from the first one on, ``other`` those from ``first`` on; the
-    other columns count as zeros, and so do those of ``left`` that are behind both, which hold zeros.
+    ``right`` and ``other`` are laid out like their weights: ``[N, R]`` for ``[N, K]``, or ``[R, N]`` for ``[O, N]``.
+    ``right`` multiplies the columns of ``left`` ``[M, *]`` from 0 on, ``other`` those from ``first`` on. Columns of
+    ``left`` past both are padding and hold zeros.
     """
 
     left: torch.Tensor
@@ -23,7 +23,7 @@ class LowRank(NamedTuple):
     def joined(
         self, left: torch.Tensor, right: torch.Tensor, other: torch.Tensor | None, axis: int
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """Operands of one product that is the sum of both, whose inner ``axis`` is that of a weight."""
+        """Operands (left, right, other) of one product equal to the sum of both; ``axis`` is a weight's inner axis."""
         columns = self.left.shape[1]
         behind = _placed(self.right, 0, columns, axis)
         both = None
@@ -32,35 +32,35 @@ class LowRank(NamedTuple):
         return torch.cat((left, self.left), 1), torch.cat((right, behind), axis), both
 
     def copied(self, transposed: bool) -> "LowRank":
-        """The same, with ``right`` and ``other`` as TMA reads weights that are ``transposed`` or not."""
+        """The same, with ``right`` and ``other`` readable by TMA and ``transposed`` like their weights."""
         other = None if self.other is None else _readable(self.other, transposed)
         return LowRank(self.left, _readable(self.right, transposed), other, self.first)
 
 
 def aligned_columns(like: torch.Tensor, columns: int) -> int:
-    """As many columns or a few more, so that each row starts and ends where TMA can copy it."""
+    """``columns`` rounded up to whole units of 16 bytes, in which TMA copies rows."""
     unit = ALIGNMENT // like.element_size()
     return -(-columns // unit) * unit
 
 
 class LowRankCopies(NamedTuple):
-    """How TMA copies the operands of a :class:`LowRank`, and what a kernel is told of them."""
+    """The TMA geometries of a :class:`LowRank`'s operands, and the sizes that a kernel takes."""
 
     geometries: tuple[Geometry | None, Geometry | None, Geometry | None] = (None, None, None)
     columns: int = 0  # of ``left``
     first: int = 0
 
     def whole(self, inner: int, step: int) -> int:
-        """The inner axis of both products: the second one begins with a step of its own."""
+        """The length of the inner axis of both products: the second one begins with a new step of the mainloop."""
         return -(-inner // step) * step + self.columns if self.columns else inner
 
 
 def low_rank_copies(
     low_rank: LowRank | None, transposed: bool, left_block: tuple[int, int], right_block: tuple[int, int]
 ) -> LowRankCopies | None:
-    """The copies in blocks of these sizes; None where ``left`` does not lie as TMA wants it.
+    """The geometries for blocks of these sizes; None if TMA cannot read ``left``.
 
-    Coordinates and extents along rows are whole units of 16 bytes: in between, TMA was seen to stop the kernel.
+    Coordinates and extents along rows are multiples of 16 bytes: others gave an illegal instruction on an H200.
     """
     if low_rank is None:
         return LowRankCopies()
@@ -83,7 +83,7 @@ def _matrix(tensor: torch.Tensor) -> Matrix:
 
 
 def _placed(factor: torch.Tensor, first: int, size: int, axis: int) -> torch.Tensor:
-    """The factor from ``first`` on along an axis of this size, and zeros elsewhere."""
+    """The factor, padded with zeros along ``axis`` to ``size`` such that it begins at ``first``."""
     shape = list(factor.shape)
     shape[axis] = size
     whole = factor.new_zeros(shape)
@@ -92,7 +92,7 @@ def _placed(factor: torch.Tensor, first: int, size: int, axis: int) -> torch.Ten
 
 
 def _readable(factor: torch.Tensor, transposed: bool) -> torch.Tensor:
-    """The factor, or a copy as TMA reads it: rows, or columns if ``transposed``, of whole units filled with zeros."""
+    """The factor, or a copy for TMA: rows, or columns if ``transposed``, zero-padded to whole units of 16 bytes."""
     found = matrix(factor)
     if found is not None and found.transposed == transposed and found.columns == aligned_columns(factor, found.columns):
         return factor

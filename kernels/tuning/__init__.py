@@ -1,7 +1,7 @@
 """Tables of tile configurations, one file per operation. Plain data, so that planning needs no Triton.
 
-Every configuration of sm_90 gave exact integers on an H200 with Triton 3.6.0, under ptxas 12.8 and under 13.0; those of
-other architectures were compiled only. ``python -m fusedlayers.bench selftest`` repeats that on any GPU.
+Every sm_90 configuration passed the exact-integer test on an H200 with Triton 3.6.0, under ptxas 12.8 and 13.0; those
+of other architectures were compiled only. ``python -m fusedlayers.bench selftest`` repeats the test on any GPU.
 """
 
 from .column_sums import BAND_BLOCKS, COLUMN_SUM_TILES, MOST_SUMMED_BANDS, ColumnSumTiles

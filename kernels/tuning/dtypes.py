@@ -1,7 +1,7 @@
-"""What is to be known of a dtype, in one table: its width, and which back ends have kernels for operands of it.
+"""The table of dtypes: their width and precision, and which back ends have kernels for operands of them.
 
-Back ends are named: ``generic`` kernels are in Triton and run wherever it compiles; ``sm90`` ones are warp-specialised
-and run on Hopper alone.
+Back ends: ``generic`` kernels are in Triton and run wherever it compiles; ``sm90`` ones are warp-specialised and run on
+Hopper only.
 """
 
 from dataclasses import dataclass, field
@@ -12,13 +12,13 @@ SM90 = "sm90"
 
 @dataclass(frozen=True)
 class Format:
-    """``bits`` of an element, as tables of tiles have it, the ``backends`` whose kernels take it, its name in Gluon.
+    """``bits`` of an element (a key of tile tables), the ``backends`` whose kernels take it, its name in Gluon.
 
-    Values that are ``scaled`` mean nothing without a scale, so that no call takes a plain tensor of them.
+    ``scaled`` values mean nothing without a scale, so no call takes a plain tensor of them.
 
-    Activations need no more than ``accuracy`` (``kernels.activations``): that under which their error is below the
-    rounding of a result. ``narrow`` formats are narrower than the float32 in which products are summed, and sums that
-    float32 holds may exceed those of a ``small_range``.
+    ``accuracy`` is the coarsest one of activations (``kernels.activations``) whose error is below the rounding of a
+    result. ``narrow`` formats have fewer bits than the float32 accumulator. Sums that fit float32 may overflow a format
+    of ``small_range``.
     """
 
     bits: int
@@ -43,6 +43,6 @@ FORMATS: dict[str, Format] = {
     "float64": Format(64),
     "float8_e4m3fn": Format(8, (SM90,), "float8e4nv", scaled=True),
 }
-# Of a dtype that no kernel takes.
+# For dtypes that no kernel takes.
 UNKNOWN = Format(32)
 KERNEL_DTYPES = tuple(name for name, found in FORMATS.items() if found.backends and not found.scaled)

@@ -1,4 +1,4 @@
-"""The wide FFN's products with their epilogues: architecture, dtype and gate -> tiles; and the sm90 kernels'."""
+"""The wide FFN's products with epilogues: (architecture, bits, gated) -> tiles, and the pipelines of sm90 kernels."""
 
 import math
 from dataclasses import dataclass
@@ -6,33 +6,33 @@ from typing import ClassVar
 
 from .limits import CONSUMER_ROWS, stages_that_fit
 
-# Bytes of memory that are read and written at once. Where rows began within them, results were stored at half the
-# speed: 257 against 134 µs for 18,368 × 2472, gated, and 2,530 against 1,320 for 81,536 × 8344, on an H100; and
-# products of cuBLAS that read such rows took up to 1.6 times as long.
+# Bytes of a memory sector, which is read and written as a whole. If rows began within a sector, results were stored at
+# half the speed: 257 against 134 µs for 18,368 × 2472, gated, and 2,530 against 1,320 for 81,536 × 8344, on an H100;
+# and products of cuBLAS that read such rows took up to 1.6 times as long.
 SECTOR = 32
 
 
 def hidden_stride(columns: int, element_bytes: int) -> int:
-    """Elements from one row of hidden units to the next where products alone read them: whole sectors."""
+    """The row stride, in elements, of hidden units that only products read: rounded up to whole sectors."""
     unit = SECTOR // element_bytes
     return -(-columns // unit) * unit
 
 
 def gradients_joined(rows: int, columns: int, element_bytes: int) -> bool:
-    """Whether dz and dz_gate ``[rows, columns]`` lie side by side where products alone read them: dx is one product.
+    """Whether dz and dz_gate ``[rows, columns]``, if only products read them, lie side by side: dx is then one product.
 
-    Then it is rounded once and not read again. The weights are copied for it, which takes less than reading dx where
-    they have fewer rows.
+    So dx is rounded once and not read again. The weights are copied for it, which takes less than reading dx if they
+    have fewer rows.
     """
     return 2 * columns < rows and hidden_stride(columns, element_bytes) == columns
 
 
 @dataclass(frozen=True)
 class EpilogueTiles:
-    """The generic kernels: ``block_m × block_n`` of the result for each program, ``block_inner`` at a time.
+    """The generic kernels: a program computes ``block_m × block_n`` of the result in steps of ``block_inner``.
 
-    With a ``block_inner`` of 0 torch computes the product, and the kernel what follows it: of the hidden's gradient in
-    about ``programs`` programs for each SM, each of which takes tile after tile.
+    With a ``block_inner`` of 0 torch computes the product, and the kernel its epilogue only; that of the hidden's
+    gradient runs about ``programs`` programs per SM, with several tiles each.
     """
 
     block_m: int
@@ -45,13 +45,13 @@ class EpilogueTiles:
 
 @dataclass(frozen=True)
 class EpiloguePipeline:
-    """The warp-specialised kernels: two consumers in turn, each with tiles of 128 × 128.
+    """The warp-specialised kernels: two consumers in ping-pong, each with tiles of 128 × 128.
 
-    ``stages`` of ``step`` of the inner axis are on their way or on chip at once: as many as fit, up to ``most_stages``.
-    Results leave a consumer through ``places`` of 64 × 64; pre-activations wait for it in ``z_stages`` of that size.
-    ``group`` tiles below one another are computed before those to their right. At most ``programs`` programs run, each
-    of which takes tile after tile. Without a gate, a program of the hidden's gradient that ``stays`` has tiles of one
-    column alone, and keeps its sums on chip. Operands have ``bits`` bits; results have 16.
+    The ring has ``stages`` of ``step`` along the inner axis: as many as fit, up to ``most_stages``. Each consumer has
+    ``places`` staging buffers of 64 × 64 for results and ``z_stages`` of that size for pre-activations. Tiles are
+    swizzled in groups of ``group`` tile rows. Kernels are persistent, with at most ``programs`` programs. Without a
+    gate, a program of the hidden's gradient that ``stays`` has tiles of a single column and keeps its sums on chip.
+    Operands have ``bits`` bits; results have 16.
     """
 
     places: int = 2
@@ -67,24 +67,24 @@ class EpiloguePipeline:
 
     @property
     def stages(self) -> int:
-        """Those of the ring; both consumers have places and pre-activations of their own."""
+        """Stages of the ring, beside the staging buffers and pre-activations of both consumers."""
         buffers = 2 * (self.places + self.z_stages)
         return stages_that_fit(sum(self.tile), self.step, buffers, self.most_stages, self.bits)
 
     @staticmethod
     def tiles(rows: int, columns: int) -> tuple[int, int]:
-        """Rows and columns of tiles that a result of this size has."""
+        """(tile rows, tile columns) of a result of this size."""
         tile = 2 * CONSUMER_ROWS
         return math.ceil(rows / tile), math.ceil(columns / tile)
 
     def programs_for_columns(self, tile_columns: int) -> int:
-        """As many programs as stay in columns of tiles: the same number in each."""
+        """The number of programs that stay in columns of tiles: equally many in each column."""
         return self.programs // tile_columns * tile_columns
 
     def bands(self, rows: int, columns: int, gated: bool) -> int:
-        """Bands of rows whose sums the gradient stores: those of tiles, of their halves with a gate.
+        """Bands of rows whose sums the gradient stores: one per row of tiles, two with a gate.
 
-        Where programs stay, which takes more than one row of tiles, those of each consumer.
+        If programs stay, which takes more than one row of tiles, one per consumer in a column of tiles.
         """
         tile_rows, tile_columns = self.tiles(rows, columns)
         if gated:
@@ -92,8 +92,8 @@ class EpiloguePipeline:
         return 2 * min(tile_rows, self.programs // tile_columns) if self.stays and tile_rows > 1 else tile_rows
 
 
-# By (architecture, bits of an element, gated); architectures without a row take that of "other". Two pre-activations
-# take as many registers as two products: with a gate 128 columns spilled.
+# By (architecture, bits of an element, gated); architectures without a row take that of "other". A gate needs a second
+# accumulator: with it, 128 columns spilled.
 EPILOGUE_TILES: dict[tuple[str, int, bool], EpilogueTiles] = {
     ("sm_90", 16, False): EpilogueTiles(128, 128, 64, 8, 3),
     ("sm_90", 16, True): EpilogueTiles(128, 64, 32, 8, 3),
@@ -109,33 +109,33 @@ EPILOGUE_DROPOUT_TILES: dict[int, EpilogueTiles] = {
     32: EpilogueTiles(32, 32, 32, 8, 1),
 }
 
-# What follows a product of torch, by gated. On an H100, of 8 to 32 rows, 64 to 256 columns and 4 to 16 programs for
-# each SM, the fastest or within 2 % of it; with a gate 256 columns gained 3 %, without one they cost 384 units 6 %.
+# Epilogues of products by torch, by gated. On an H100 the fastest, or within 2 % of it, of 8 to 32 rows, 64 to 256
+# columns and 4 to 16 programs per SM; 256 columns gained 3 % with a gate and lost 6 % without one (384 hidden units).
 EPILOGUE_ELEMENTS: dict[bool, EpilogueTiles] = {
     False: EpilogueTiles(16, 128, 0, 4, 1, programs=8),
     True: EpilogueTiles(16, 256, 0, 8, 1, programs=4),
 }
 
-# Of weights up to so many bytes, without a gate: results are stored in fewer and longer rows at a time. On an H100 the
-# hidden took 129 instead of 138 µs (16,384 × 768 × 3072), 227 instead of 239 (16,384 × 1536 × 3072) and 374 instead of
-# 404 (65,536 × 640 × 2560), its gradient 1 to 4 % less; of 13 and 20 MB as long or 3 % longer, of 34 up to 11 % longer.
+# Up to this many bytes of weights, without a gate, a smaller group: fewer and longer rows are stored at a time. On an
+# H100 the hidden took 129 instead of 138 µs (16,384 × 768 × 3072), 227 for 239 (16,384 × 1536 × 3072) and 374 for 404
+# (65,536 × 640 × 2560), its gradient 1 to 4 % less; with 13 and 20 MB as long or 3 % longer, with 34 up to 11 % longer.
 FEW_WEIGHTS = 10 * 2**20
 FEW_WEIGHTS_GROUP = 2
 
-# By (kernel, gated), on an H200 in bfloat16: of 3 to 5 stages and 2 to 6 places these were the fastest or within 2 %
-# of it from 512 to 4096 columns; more stages gain 5 % from 2048 on, and a gate needs its two halves on chip. A sixth
-# stage was not measured.
+# By (kernel, gated). On an H200 in bfloat16, of 3 to 5 stages and 2 to 6 staging buffers these were the fastest or
+# within 2 % of it from 512 to 4096 columns; more stages gain 5 % from 2048 columns on, and a gate needs its two halves
+# on chip. A sixth stage was not measured.
 EPILOGUE_PIPELINES: dict[tuple[str, bool], EpiloguePipeline] = {
     ("hidden", False): EpiloguePipeline(most_stages=5),
     ("hidden", True): EpiloguePipeline(most_stages=5),
-    # Of 8-bit operands a step has as many bytes as of others. Not measured: as the hidden.
+    # A step has as many bytes as with 16-bit operands. Not measured: as the hidden.
     ("scaled_hidden", False): EpiloguePipeline(step=128, most_stages=5, bits=8),
     ("scaled_hidden", True): EpiloguePipeline(step=128, most_stages=5, bits=8),
     ("scaled_hidden_gradient", False): EpiloguePipeline(step=128, z_stages=2, bits=8),
     ("scaled_hidden_gradient", True): EpiloguePipeline(step=128, z_stages=4, bits=8),
     ("hidden_gradient", False): EpiloguePipeline(z_stages=2),
     ("hidden_gradient", True): EpiloguePipeline(z_stages=4),
-    # Not measured yet: as the hidden, whose epilogue has the same places.
+    # Not measured: as the hidden, whose epilogue has the same staging buffers.
     ("data_gradient", False): EpiloguePipeline(most_stages=5),
     ("data_gradient", True): EpiloguePipeline(most_stages=5),
 }

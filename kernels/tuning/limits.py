@@ -1,28 +1,28 @@
-"""What the hardware sets, whatever the kernel: sizes, and which architectures have an instruction."""
+"""Limits that all kernels share: sizes, and which architectures have an instruction."""
 
 MINIMUM_WIDTH = 16  # the smallest inner dimension a matrix instruction takes
 
-CONSUMER_ROWS = 64  # of one group of four warps: the rows of a matrix instruction on Hopper
-SHARED_MEMORY = 227 * 1024  # bytes that one program may have on Hopper
-BARRIER_BYTES = 1024  # of them, kept for the barriers of all rings
-MOST_STAGES = 4  # of a ring, beyond which more did not help
+CONSUMER_ROWS = 64  # of a consumer (warp group): the rows of one wgmma
+SHARED_MEMORY = 227 * 1024  # bytes per CTA on Hopper
+BARRIER_BYTES = 1024  # of them, reserved for the mbarriers of all rings
+MOST_STAGES = 4  # of a ring: more did not help
 
 
 def has_tanh(architecture: str) -> bool:
-    """Whether there is an instruction for tanh."""
+    """Whether the GPU has a tanh instruction."""
     return architecture.startswith("sm_")
 
 
 def starts_early(architecture: str) -> bool:
-    """Whether a kernel may be started while the one before it still runs: on NVIDIA's GPUs from Hopper on."""
+    """Whether the GPU has programmatic dependent launch: NVIDIA's from Hopper on."""
     return architecture.startswith("sm_") and int(architecture.removeprefix("sm_")) >= 90
 
 
 def stages_that_fit(lines: int, step: int, buffers: int, most: int = 8, bits: int = 16) -> int:
-    """Stages of a ring for which one program has memory beside ``buffers`` of 64 × 64, and no more than ``most``.
+    """Stages of a ring, at most ``most``, that fit into shared memory beside ``buffers`` of 64 × 64 16-bit elements.
 
-    A stage has ``lines`` rows and columns of both operands together, ``step`` elements of ``bits`` bits of the inner
-    axis each; those of a buffer have 16 bits.
+    A stage has ``lines`` rows and columns of both operands together, each with ``step`` elements of ``bits`` bits along
+    the inner axis.
     """
     free = SHARED_MEMORY - BARRIER_BYTES - 2 * buffers * CONSUMER_ROWS**2
     return min(most, free // (lines * step * bits // 8))
@@ -34,5 +34,5 @@ def padded_width(width: int) -> int:
 
 
 def sm90_width(width: int) -> int:
-    """The same for the warp-specialised kernels, which hold up to 256 columns, and 128 bytes at least."""
+    """The same for the warp-specialised kernels: at least 64 columns (128 bytes), at most 256."""
     return 64 if width <= 64 else 128 if width <= 128 else 256

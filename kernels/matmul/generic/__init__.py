@@ -4,12 +4,12 @@ A kernel is composed of four parts, which are device functions over the typed re
 
     schedule    which tile of the result a program owns, and which rows or which range of the inner axis it multiplies
     prologue    what the accumulator starts with
-    mainloop    acc += left_tile @ right_tile along the inner axis: the only one there is
-    epilogue    what becomes of the accumulator while it is in registers
+    mainloop    acc += left_tile @ right_tile along the inner axis: one for all kernels
+    epilogue    what is done to the accumulator while it is in registers
 
-Dense rows and rows sorted by expert are one kernel each: without the pointer to the experts of the tiles, everything
-about experts is left out when the kernel is compiled. Beside each kernel stands the function that prepares its launch,
-which the packages of the operations run.
+One kernel serves dense rows and rows sorted by expert: if the pointer to the experts of the tiles is None, all code for
+experts is compiled out. Each file has a kernel and the function that prepares its launch, which the packages of the
+operations run.
 """
 
 from .hidden import prepare_hidden

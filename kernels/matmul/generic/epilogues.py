@@ -1,4 +1,4 @@
-"""Epilogues: what becomes of an accumulator, in float32 and in registers, before it is rounded once and stored."""
+"""Epilogues: what is done to a float32 accumulator in registers before it is rounded once and stored."""
 
 from ...activations import activated, activation_unit, limited_hidden_and_slopes
 from ...device import tl, triton
@@ -8,7 +8,7 @@ from ...tiles import load_vector, store_tile
 
 @triton.jit
 def add_bias(acc, bias, batch, cols):
-    """``acc`` with the bias of entry ``batch``, if there is one: behind the mainloop, which sums the product alone."""
+    """``acc`` plus the bias of entry ``batch``, if there is one."""
     if bias.ptr is not None:
         acc += load_vector(bias.ptr + batch * bias.stride_batch, cols, bias.stride, bias.columns)[None, :]
     return acc
@@ -18,7 +18,7 @@ def add_bias(acc, bias, batch, cols):
 def finish(
     acc, out, bias, batch, rows, cols, split, END: tl.constexpr, ACTIVATION: tl.constexpr, ACCURACY: tl.constexpr
 ):  # fmt: skip
-    """Stores act(acc + bias); or, where several splits make one sum, its part of it: bias and activation come once.
+    """Store act(acc + bias) or, with split K, this split's part of the sum without bias and activation.
 
     ``END`` is "result", "partial" (a workspace of all splits, summed in a fixed order later), or "atomic".
     """
@@ -41,7 +41,7 @@ def finish(
 def activate(
     z, z_gate, out, rows, cols, dropout, limits, GATED: tl.constexpr, KEPT: tl.constexpr, ARITHMETIC: tl.constexpr
 ):  # fmt: skip
-    """H = act(Z) or act(Zg) ⊙ Z, with dropout; Z and Zg, too, where they are ``KEPT`` and there is memory for them."""
+    """Store H = act(Z) or act(Zg) ⊙ Z, with dropout; also Z and Zg if they are ``KEPT`` and have pointers."""
     ACTIVATION: tl.constexpr = ARITHMETIC[0]
     ACCURACY: tl.constexpr = ARITHMETIC[1]
     LIMITED: tl.constexpr = ARITHMETIC[3]

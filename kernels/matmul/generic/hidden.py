@@ -24,8 +24,8 @@ def _hidden_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_INNER: tl.constexpr, VECTOR: tl.constexpr,
     ORDER: tl.constexpr, ARITHMETIC: tl.constexpr,
 ):  # fmt: skip
-    # Results have M rows, of ``width`` columns: N or a few more. ``zero`` is 0, which only the caller knows. With a
-    # BLOCK_INNER of 0 the pre-activations are there, of N columns, and no operand of theirs is given.
+    # Results are ``[M, width]`` with N columns and padding. ``zero`` is 0 at run time only: see ``tiles.add_product``.
+    # With a BLOCK_INNER of 0 there is no product: Z and Zg ``[M, N]`` are read.
     INPUT_PRECISION: tl.constexpr = ARITHMETIC[2]
     BLOCK: tl.constexpr = ORDER[0]
     TOP_K: tl.constexpr = ORDER[1]
@@ -35,7 +35,7 @@ def _hidden_kernel(
     row, column = swizzled_tile(tl.program_id(0), M, N, BLOCK_M, BLOCK_N)
     first_row = row * BLOCK_M
     expert = expert_of(tile_expert_ptr, slots_ptr, first_row, BLOCK)
-    # Nobody reads a tile of padding alone.
+    # Tiles of padding only are never read.
     if expert >= 0:
         rows = first_row + tl.arange(0, BLOCK_M)
         cols = column * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -50,7 +50,7 @@ def _hidden_kernel(
             if GATHERED:
                 sources, source_limit = rows, row_limit
             else:
-                # There are no more tokens than sorted rows: padding finds none at M.
+                # Padding gets row M, which the limit masks: there are at most M tokens.
                 slots = tl.load(slots_ptr + rows)
                 sources, source_limit = tl.where(slots >= 0, slots // TOP_K, M), M
             x = Operand(x_ptr, 0, x_strides[0], x_strides[1], source_limit, K)
@@ -84,8 +84,8 @@ def prepare_hidden(
 ) -> Launch:
     """The launch for x ``[*, K]``, weights ``[N, K]`` or ``[E, N, K]``, up and gate, and results ``[rows, width]``.
 
-    Its tensors are x, up, gate, hidden, Z, Zg, both biases, the seed of the dropout, experts of tiles and slots: None
-    for what is not there. Where ``tiles`` have no inner axis, Z and Zg ``[rows, N]`` are read.
+    Its tensors are x, up, gate, hidden, Z, Zg, both biases, the dropout's seed, experts of tiles and slots: None for
+    those that are absent. If ``tiles.block_inner`` is 0, Z and Zg ``[rows, N]`` are read.
     """
     up, gate = weights
     columns = up.shape[-2]

@@ -1,10 +1,10 @@
-"""dZ and dZg from dH = dy W_down and the pre-activations, with sums for gradients of biases or of tokens' weights.
+"""dZ and dZg from dH = dy W_down and the pre-activations, with sums for the gradients of biases or routing weights.
 
     dZ = dH ⊙ act'(Z),  gated dH ⊙ act(Zg)       dZg = dH ⊙ Z ⊙ act'(Zg)
 
-Dense rows: a program owns a band of tiles below one another, and sums dZ and dZg over its rows, which makes the
-gradients of biases. Sorted rows: dH is that of an expert's result times the weight of its row, and the sums of dH ⊙ H
-over the columns of a tile, without that weight, make the gradient of the weight.
+Dense rows: a program owns a band of tiles below one another and sums dZ and dZg over its rows: partial gradients of the
+biases. Rows sorted by expert: dH is multiplied by the routing weight of its row; the sums of the unweighted dH ⊙ H over
+the columns of a tile are partial gradients of that weight.
 """
 
 import torch
@@ -26,11 +26,11 @@ from .schedules import GROUP, end_of_rows, swizzled_tile
 def _stored_and_summed(
     ptr, gradient, filled, rows, cols, stride_m, row_limit, N, UNIT: tl.constexpr, SUMMED: tl.constexpr
 ):  # fmt: skip
-    """Stores a tile of dZ or dZg, zeros in rows that are not ``filled``; returns it or, ``SUMMED``, its sum over rows.
+    """Store a tile of dZ or dZg, with zeros in rows not ``filled``; return it or, if ``SUMMED``, its sum over rows.
 
-    At once: a tile that waited for its sum would take registers from what is computed in between.
+    It is summed right away: kept for later, the tile would occupy registers that the code in between needs.
     """
-    # The product of such a row is 0, but 0 times an infinite weight is NaN.
+    # The product of such a row is 0, but NaN if a weight is infinite.
     gradient = tl.where(filled[:, None], gradient * UNIT, 0.0)
     store_tile(ptr, gradient, rows, cols, stride_m, 1, row_limit, N)
     if SUMMED:
@@ -45,7 +45,7 @@ def _gradient_tile(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_INNER: tl.constexpr, GATED: tl.constexpr,
     ARITHMETIC: tl.constexpr,
 ):  # fmt: skip
-    """Stores one tile of dZ and dZg; returns both ``totals`` with its sums over rows, without a product with itself."""
+    """Store one tile of dZ and dZg; return ``totals`` plus its sums over rows, or plus the tile if BLOCK_INNER is 0."""
     ACTIVATION: tl.constexpr = ARITHMETIC[0]
     ACCURACY: tl.constexpr = ARITHMETIC[1]
     INPUT_PRECISION: tl.constexpr = ARITHMETIC[2]
@@ -62,7 +62,7 @@ def _gradient_tile(
     if MULTIPLIES:
         end = dy.inner
         if tokens.slots_ptr is not None:
-            # A tile of padding alone has nothing but zeros.
+            # The product of a tile of padding only is not needed.
             end = tl.where(tl.load(tokens.slots_ptr + first_row) >= 0, end, 0)
         left = Operand(dy.ptr, 0, dy.stride_row, dy.stride_inner, row_limit, end)
         right = Operand(down.ptr, down.stride_batch, down.stride_row, down.stride_inner, N, end)
@@ -74,7 +74,7 @@ def _gradient_tile(
         factor = keep_factor(dropout, rows, cols)
         scaled *= factor
     if tokens.slots_ptr is not None:
-        # Nobody wrote the pre-activations of padding.
+        # The pre-activations of padding were never written.
         filled = tl.load(tokens.slots_ptr + rows) >= 0
         sources = tl.where(filled, rows, row_limit)
         weights = tl.load(tokens.weights_ptr + rows)[:, None]
@@ -107,7 +107,7 @@ def _gradient_tile(
             kept = tl.where(filled[:, None], kept * weights, 0.0)
         store_tile(out.hidden_ptr, kept, rows, cols, out.stride_hidden, 1, row_limit, N)
     if tokens.sums_ptr is not None:
-        # Of padding, nobody reads them.
+        # The sums of padding rows are never read.
         row_sums = tl.sum(only_before(d_hidden, cols, N, False) * (hidden * UNIT), 1)
         tl.store(tokens.sums_ptr + tokens.column.to(tl.int64) * M + rows, row_sums)
     return sums, gate_sums
@@ -122,8 +122,8 @@ def _hidden_gradient_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_INNER: tl.constexpr, VECTOR: tl.constexpr,
     BLOCK: tl.constexpr, ARITHMETIC: tl.constexpr,
 ):  # fmt: skip
-    # Of dense rows a program has ``row_tiles`` tiles below one another. ``zero`` is 0, which only the caller knows.
-    # With a BLOCK_INNER of 0 the product lies where dz will, and is summed up by element before it is by column.
+    # Dense rows: a program has ``row_tiles`` tiles below one another. ``zero`` is 0 at run time only (``add_product``).
+    # With a BLOCK_INNER of 0, dH is read from the memory of dZ, and tiles are summed elementwise before their rows are.
     GATED: tl.constexpr = gate_ptr is not None
     stride_zm, stride_gm = in_units(z_strides[0], VECTOR), in_units(gate_strides[0], VECTOR)
     tile_columns = tl.cdiv(N, BLOCK_N)
@@ -186,13 +186,13 @@ def prepare_hidden_gradient(
 ) -> Launch:
     """The launch for dy ``[M, O]``, w_down ``[O, N]`` or ``[E, O, N]``, and Z and Zg ``[M, N]``.
 
-    ``row_strides`` are those of dZ and dZg, and of the hidden; sorted rows are in blocks of ``block``. Its tensors
-    are dy, w_down, Z, Zg, dZ, dZg, the hidden, sums, the seed of the dropout, what is added to dH, and of sorted rows
-    experts of tiles, slots, weights and the sums for their gradients: None for what is not there.
+    ``row_strides`` are those of dZ and dZg, and of the hidden; sorted rows are in blocks of ``block``. Its tensors are
+    dy, w_down, Z, Zg, dZ, dZg, hidden, sums, the dropout's seed, the addend of dH, and for sorted rows the experts of
+    tiles, slots, routing weights and the sums for their gradients: None for those that are absent.
     """
     (rows, inner), columns = dy.shape, w_down.shape[-1]
     z, gate = pre
-    # Beside a product's tiles there are no registers for more than one piece of a row at a time.
+    # No hint beside a product: its accumulator leaves too few registers for vectorised rows.
     lying = (*row_strides, z.stride(0), 0 if gate is None else gate.stride(0))
     vector = 1 if tiles.block_inner else vector_unit(z, columns, *lying)
     return Launch(

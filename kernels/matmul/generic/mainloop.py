@@ -1,4 +1,4 @@
-"""The tile mainloop."""
+"""The mainloop of the generic kernels."""
 
 from ...device import tl, triton
 from ...tiles import add_product, load_tile
@@ -12,10 +12,9 @@ def mainloop(
 ):  # fmt: skip
     """(``acc + left rightᵀ``, ``other_acc + left otherᵀ``, sums of ``summed``) for the tile ``[rows, cols]``.
 
-    The inner axis runs from ``first`` to ``end``. ``right`` and ``other`` are the entry ``batch`` of their batches;
-    where ``other`` is no matrix ``other_acc`` stays as it is. ``summed`` is the left operand again, or no matrix: its
-    sums along the inner axis are float32 ``[BLOCK_INNER, rows]``, still to be reduced. ``zero`` is that of
-    ``add_product``.
+    The inner axis runs from ``first`` to ``end``. ``right`` and ``other`` are entry ``batch`` of their batches; without
+    ``other``, ``other_acc`` is returned unchanged. ``summed`` is the left operand again, or absent: its sums along the
+    inner axis are float32 ``[BLOCK_INNER, rows]``, still to be reduced. ``zero``: see ``add_product``.
     """
     sums = 0.0
     if summed.ptr is not None:
@@ -27,8 +26,8 @@ def mainloop(
     for start in tl.range(first, end, BLOCK_INNER):
         inner = start + tl.arange(0, BLOCK_INNER)
         if summed.ptr is not None:
-            # Only products may read the tile of a product: on Hopper one runs on while the next copies start, and
-            # Triton's pipeliner gives a buffer more to what products alone read.
+            # A load of its own: on Hopper a product still runs while the next copies start, and Triton's pipeliner
+            # adds the buffer that this needs only to tiles that nothing but products read.
             summed_tile = load_tile(
                 summed.ptr, inner, rows, summed.stride_inner, summed.stride_row, summed.inner, summed.rows
             )  # fmt: skip
@@ -42,11 +41,11 @@ def mainloop(
             other_acc = add_product(other_acc, left_tile, other_tile, zero, INPUT_PRECISION)
         if summed.ptr is not None:
             if summed_tile.dtype == tl.float32:
-                # What an addition rounds away is part of the next term (Kahan's summation), as torch loses little too.
+                # Kahan summation, as torch loses little too: the rounding error of a sum joins the next term.
                 term = summed_tile - lost
                 longer = sums + term
                 lost = (longer - sums) - term
-                # Infinities leave no remainder: it would be NaN.
+                # For infinite sums the error would be NaN.
                 lost = tl.where(tl.abs(longer) < float("inf"), lost, 0.0)
                 sums = longer
             else:
@@ -58,7 +57,7 @@ def mainloop(
 def multiply(
     acc, left, right, rows, cols, batch, first, end, zero, BLOCK_INNER: tl.constexpr, INPUT_PRECISION: tl.constexpr
 ):  # fmt: skip
-    """``acc + left rightᵀ`` alone."""
+    """The mainloop of a single product: ``acc + left rightᵀ``."""
     nothing = Operand(None, 0, 0, 0, 0, 0)
     acc, _, _ = mainloop(
         acc, acc, left, right, nothing, nothing, rows, cols, batch, first, end, zero, BLOCK_INNER, INPUT_PRECISION

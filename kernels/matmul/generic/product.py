@@ -22,7 +22,7 @@ def _product_kernel(
     BLOCK: tl.constexpr, ARITHMETIC: tl.constexpr, W_TRANSPOSED: tl.constexpr, UNIT: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    # Both left operands lie alike. The result is dense. ``zero`` is 0, which only the caller knows.
+    # Both left operands have equal strides. The result is contiguous. ``zero`` is 0 at run time only (``add_product``).
     ACTIVATION: tl.constexpr = ARITHMETIC[0]
     ACCURACY: tl.constexpr = ARITHMETIC[1]
     INPUT_PRECISION: tl.constexpr = ARITHMETIC[2]
@@ -36,7 +36,7 @@ def _product_kernel(
     first = 0
     end = K
     if tile_expert_ptr is None:
-        # Few rows: tiles below one another share the weights, which are what takes time to read.
+        # Few rows: tiles below one another come first, because they share the weights, whose loads take the time.
         row_tiles = tl.cdiv(M, BLOCK_M)
         tiles = row_tiles * tl.cdiv(N, BLOCK_N)
         split = tl.program_id(0) // tiles
@@ -46,7 +46,7 @@ def _product_kernel(
         row, column = swizzled_tile(tl.program_id(0), M, N, BLOCK_M, BLOCK_N)
     first_row = row * BLOCK_M
     expert = expert_of(tile_expert_ptr, slots_ptr, first_row, BLOCK)
-    # Nobody reads a tile of padding alone.
+    # Tiles of padding only are never read.
     if expert >= 0:
         rows = first_row + tl.arange(0, BLOCK_M)
         cols = column * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -54,7 +54,7 @@ def _product_kernel(
         a = Operand(a_ptr, 0, stride_am, stride_ak, row_limit, K)
         w = Operand(w_ptr, w_strides[0], stride_wn, stride_wk, N, K)
         if SWAPPED:
-            # With the smaller side second, the larger one fills the rows of a matrix instruction.
+            # With the smaller operand second, the larger one fills the rows of an MMA instruction.
             acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
             acc = multiply(acc, w, a, cols, rows, 0, first, end, zero, BLOCK_INNER, INPUT_PRECISION).T
         else:
@@ -84,11 +84,11 @@ def prepare_product(
     units: tuple[bool, int] = (False, 1),
     dependent: bool = False,
 ) -> Launch:
-    """The launch for a ``[M, K]`` and a weight ``[N, K]`` or ``[E, N, K]``, or two of each that lie alike.
+    """The launch for a ``[M, K]`` and a weight ``[N, K]`` or ``[E, N, K]``, or for two such pairs of equal layout.
 
-    ``end`` says what is stored, see ``epilogues.finish``; ``units`` whether weights lie transposed, and in units of how
-    many elements both operands lie (``tiles.in_units``). Its tensors are a, the weight, the other pair, the result, the
-    bias, experts of tiles and slots: None for what is not there.
+    ``end`` says what is stored: see ``epilogues.finish``. ``units`` are whether the weight is transposed, and the
+    alignment hint of both operands (``tiles.in_units``). Its tensors are a, the weight, the other pair, the result, the
+    bias, experts of tiles and slots: None for those that are absent.
     """
     (rows, inner), columns = a.shape, weights[0].shape[-2]
     return Launch(

@@ -3,24 +3,24 @@
 from ...device import tl, triton
 from ...tiles import grouped_tile
 
-# Tiles below one another that are computed before those to their right.
+# Rows of tiles in a swizzle group: they are computed before those to their right.
 GROUP = tl.constexpr(8)
 
 
 @triton.jit
 def swizzled_tile(tile, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """(tile row, tile column) of the ``tile``-th tile of a result ``[M, N]``: eight below one another first.
+    """(tile row, tile column) of the ``tile``-th tile of a result ``[M, N]``, in swizzle groups of eight tile rows.
 
-    They share columns of the right operand in the L2 cache, and the tiles to their right share rows of the left one.
+    In the L2 cache, tiles below one another share columns of the right operand, tiles side by side rows of the left.
     """
     return grouped_tile(tile, tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N), GROUP)
 
 
 @triton.jit
 def expert_of(tile_expert_ptr, slots_ptr, first, BLOCK: tl.constexpr):
-    """The expert of a tile whose rows, sorted in blocks of ``BLOCK``, begin at ``first``; 0 of dense rows.
+    """The expert of the tile that begins at ``first``, of rows sorted in blocks of ``BLOCK``; 0 for dense rows.
 
-    -1 behind the last expert, and where the tile begins with padding: that is behind all rows of an expert.
+    -1 past the last expert, and for a tile that begins with padding, which comes after all rows of an expert.
     """
     if tile_expert_ptr is None:
         return 0
@@ -33,7 +33,7 @@ def expert_of(tile_expert_ptr, slots_ptr, first, BLOCK: tl.constexpr):
 
 @triton.jit
 def end_of_rows(slots_ptr, first, M, BLOCK_M: tl.constexpr):
-    """Where the rows of the tile that begins at ``first`` end: sorted rows are whole tiles, and need no mask then."""
+    """The end of the rows of the tile that begins at ``first``. Sorted rows come in whole tiles and need no mask."""
     if slots_ptr is None:
         return M
     else:

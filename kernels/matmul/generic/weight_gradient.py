@@ -1,4 +1,4 @@
-"""aᵀ b, and Σ a where it is wanted, over all rows, over ranges of them (split K), or over each expert's (grouped K)."""
+"""aᵀ b, and on request Σ a, over all rows, over ranges of them (split K), or over each expert's (grouped K)."""
 
 import torch
 
@@ -18,7 +18,7 @@ def _weight_and_bias_gradient_kernel(
     M, splits, zero,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_INNER: tl.constexpr, INPUT_PRECISION: tl.constexpr,
 ):  # fmt: skip
-    # A part is the sum of one range of rows: a split, or an expert. ``zero`` is 0, which only the caller knows.
+    # A part sums one range of rows: a split, or an expert. ``zero`` is 0 at run time only: see ``tiles.add_product``.
     tiles = tl.cdiv(O, BLOCK_M) * tl.cdiv(K, BLOCK_N)
     part = tl.program_id(0) // tiles
     tile_o, tile_k = swizzled_tile(tl.program_id(0) % tiles, O, K, BLOCK_M, BLOCK_N)
@@ -30,13 +30,13 @@ def _weight_and_bias_gradient_kernel(
     else:
         first, end = tl.load(starts_ptr + part), tl.load(starts_ptr + part + 1)
         row_limit = end
-    # Both are read along their columns: the inner axis is that of the rows.
+    # Both are transposed: the inner axis is their rows.
     a = Operand(a_ptr, 0, stride_ao, stride_am, O, row_limit)
     b = Operand(b_ptr, 0, stride_bk, stride_bm, K, row_limit)
     offset = part.to(tl.int64) * stride_part
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     SUMMED: tl.constexpr = db_ptr is not None
-    # Programs of the first column of tiles sum up a, too.
+    # Programs of the first column of tiles also sum a.
     if SUMMED and tile_k == 0:
         nothing = Operand(None, 0, 0, 0, 0, 0)
         acc, _, sums = mainloop(
@@ -59,8 +59,8 @@ def prepare_weight_gradient(
 ) -> Launch:
     """The launch for a ``[M, O]`` and b ``[M, K]``, whose results ``[parts, O, K]`` have these strides.
 
-    Parts are ranges of equal length, or experts. Pointers are a, b, the products, the sums of a, as far apart as the
-    products, and the first row of each expert: None for what is not there.
+    Parts are ranges of equal length, or experts. Its tensors are a, b, the products, the sums of a, whose parts are as
+    far apart as the products, and the first row of each expert: None for those that are absent.
     """
     (rows, units), columns = a.shape, b.shape[1]
     return Launch(

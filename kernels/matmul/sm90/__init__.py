@@ -1,8 +1,8 @@
 """Products on Hopper: warp-specialised kernels in Gluon.
 
-A kernel is put together from a schedule (``schedules``), the ring of stages and its load warp (``ring``, ``loading``),
-a mainloop (``pingpong`` or ``cooperative``), and a prologue and an epilogue of its own. They take 16-bit operands that
-lie as TMA wants them; anything else runs in the generic kernels, which compute the same.
+A kernel is composed of a schedule (``schedules``), the ring of stages and its load warp (``ring``, ``loading``), a
+mainloop (``pingpong`` or ``cooperative``), and a prologue and an epilogue of its own. TMA must be able to read the
+operands, of 16 bits (in some kernels also 8, with scales). Other layouts run in the generic kernels.
 """
 
 from .data_gradient import data_gradient

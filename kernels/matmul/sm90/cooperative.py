@@ -1,9 +1,9 @@
-"""The cooperative mainloop: both consumers compute one tile together, each of them half of its rows.
+"""The cooperative mainloop: both consumers compute one tile together, half of its rows each.
 
-For a tile of 128 × 256 an SM loads 48 KiB for each step of 64 of the inner axis, where two tiles of 128 × 128 take
-64 KiB, and the matrix unit reads a sixth less of shared memory. In return nothing is multiplied while both consumers
-are busy with their epilogues. Where a ``LEAD`` is given, the second consumer stays so many steps behind the first one,
-so that one of them has the matrix units meanwhile.
+For a tile of 128 × 256 an SM loads 48 KiB per step of 64 along the inner axis, where two tiles of 128 × 128 take
+64 KiB, and the tensor cores read a sixth less of shared memory. In return they idle while both consumers are in their
+epilogues. With a ``LEAD`` the second consumer stays that many steps behind the first one, so that one of them keeps the
+tensor cores busy meanwhile.
 """
 
 from ...hopper import gl, gluon, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
@@ -16,7 +16,7 @@ def cooperative_ring(
     left_desc, right_desc, COLUMNS: gl.constexpr, LEFT_TRANSPOSED: gl.constexpr, RIGHT_TRANSPOSED: gl.constexpr,
     STEP: gl.constexpr, STAGES: gl.constexpr, READERS: gl.constexpr = 2, LEAD: gl.constexpr = 0,
 ):  # fmt: skip
-    """A ring each stage of which both consumers read, with a barrier for the lead of the first one."""
+    """A ring whose stages both consumers read, with one order barrier if there is a ``LEAD``."""
     return make_ring(
         left_desc, right_desc, COLUMNS, LEFT_TRANSPOSED, RIGHT_TRANSPOSED, STEP, STAGES, READERS, 1 if LEAD else 0
     )
@@ -27,11 +27,11 @@ def mma_tiles(
     consumer: gl.constexpr, ring, schedule, steps, prologue: gl.constexpr, epilogue: gl.constexpr, resources, state,
     LEAD: gl.constexpr = 0,
 ):  # fmt: skip
-    """A consumer: its rows of each tile, whose product takes so many ``steps`` of the ring.
+    """One consumer: its rows of each tile, whose product takes ``steps`` steps of the ring.
 
-    ``prologue(consumer, tile, resources)`` gives what the consumer's rows start with, and whatever else is to be loaded
-    while the product is computed; ``epilogue(consumer, tile, acc, loaded, resources, state)`` takes their sums, and
-    returns the state that the next tile begins with.
+    ``prologue(consumer, tile, resources)`` returns the initial accumulator, and anything else to be loaded during the
+    mainloop; ``epilogue(consumer, tile, acc, loaded, resources, state)`` takes the accumulator and returns the state
+    for the next tile.
     """
     count = 0
     for index in range(gl.program_id(0), tile_count(schedule), gl.num_programs(0)):
@@ -48,7 +48,7 @@ def store_tiles(
     consumer: gl.constexpr, prologue: gl.constexpr, epilogue: gl.constexpr, ring, schedule, steps, resources,
     LEAD: gl.constexpr = 0,
 ):  # fmt: skip
-    """A consumer whose epilogue stores what it makes of its rows through TMA; the state is how many such stores."""
+    """A consumer whose epilogue stores its results through TMA; the state is the number of stores so far."""
     stored = 0
     mma_tiles(consumer, ring, schedule, steps, prologue, epilogue, resources, stored, LEAD)
     tma.store_wait(0)
@@ -59,8 +59,8 @@ def multiply(
     consumer: gl.constexpr, acc, ring, position, steps, count=0, LEAD: gl.constexpr = 0,
     MAY_BE_EMPTY: gl.constexpr = False,
 ):  # fmt: skip
-    """Adds to this consumer's rows of its ``count``-th tile the product that lies in the ring from ``position`` on."""
-    # A tile of fewer steps than there are stages would let the first consumer pass the barrier twice.
+    """Add the product of the ring's steps from ``position`` on to this consumer's rows of its ``count``-th tile."""
+    # With fewer steps than stages the first consumer could run ahead and complete two phases of the barrier.
     leads = steps >= ring.STAGES
     if LEAD > 0 and consumer == 1:
         mbarrier.wait(ring.order.index(0), count & 1, pred=leads)
@@ -76,7 +76,7 @@ def multiply(
         if step > 0:
             mbarrier.arrive(ring.empty.index((position - 1) % ring.STAGES))
         if LEAD > 0 and consumer == 0:
-            # No branch: behind one the assembler would have the products wait for one another.
+            # Predicated: after a branch the assembler would serialise the wgmmas.
             mbarrier.arrive(ring.order.index(0), pred=leads & (step == LEAD - 1))
         position += 1
     acc = warpgroup_mma_wait(0, [acc])
@@ -87,7 +87,7 @@ def multiply(
 
 @gluon.jit
 def store_rows(consumer: gl.constexpr, desc, row, column, acc, staging, stored):
-    """Stores a consumer's rows of a tile, 64 columns at a time; returns how many such parts it has stored so far."""
+    """Store a consumer's rows of a tile, 64 columns at a time; return the number of stores so far."""
     PARTS: gl.constexpr = desc.block_type.shape[1]
     if acc.shape[1] == PARTS:
         stored = tma_store(consumer, desc, row, column, acc, staging, stored)

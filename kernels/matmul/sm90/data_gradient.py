@@ -1,8 +1,7 @@
-"""The part of dx that comes through a group of hidden units, added to the float32 sum of those before it, on Hopper.
+"""dx on Hopper by groups of hidden units: a launch adds the part of one group to a float32 sum in memory.
 
-The products of a gate and of what it multiplies are one sum on chip. The first group begins the sum in memory, the last
-one leaves dx itself, rounded once. Reading and writing the sum is an epilogue: it takes place while the other consumer
-multiplies.
+The products of the up projection and of the gate are summed on chip. The first group begins the sum in memory, the last
+one writes dx instead, rounded once. The epilogue reads and writes the sum, while the other consumer is in its mainloop.
 """
 
 from collections.abc import Sequence
@@ -22,7 +21,7 @@ from .schedules import dense_schedule
 
 @resources
 class _Sum:
-    """What the epilogue adds up: the sum in memory, and the result that the last part leaves."""
+    """What the epilogue reads and writes: the sum in memory, and dx, which the last group writes."""
 
     dx: Any
     total_ptr: Any
@@ -35,7 +34,7 @@ class _Sum:
 
 @gluon.jit
 def _accumulate(consumer: gl.constexpr, part, row, column, given, stored):
-    """Adds half of a tile, all of its columns, to the sum in memory, or the sum to it."""
+    """Add the sum in memory to the upper or lower half of a tile, and store it as the sum or, the last time, as dx."""
     layout: gl.constexpr = part.type.layout
     its_rows = gl.expand_dims(row + gl.arange(0, HALF, gl.SliceLayout(1, layout)), 1)
     its_columns = gl.expand_dims(column + gl.arange(0, TILE, gl.SliceLayout(0, layout)), 0)
@@ -90,11 +89,11 @@ def data_gradient(
     pipeline: EpiloguePipeline,
     ready: dict[object, object] | None = None,
 ) -> bool:
-    """Adds ``Σ d_pre @ weight`` to the total: one term, or with a gate two, of d_pre ``[M, n]``, weight ``[n, K]``.
+    """Add ``Σ d_pre @ weight`` to the total: one term, or with a gate two, of d_pre ``[M, n]``, weight ``[n, K]``.
 
-    The ``first`` group begins the total, float32 and contiguous ``[M, K]``; the ``last`` one reads it and fills dx, of
-    the operands' dtype, instead. Weights may be transposed, all of them. False where an operand does not lie as TMA
-    wants it: nothing is computed then. ``ready`` belongs to one prepared call (see ``gemm_gemm.Operands``).
+    The ``first`` group begins the total, float32 and contiguous ``[M, K]``; the ``last`` one reads it and writes dx, of
+    the operands' dtype, instead. Weights may be transposed, if all are. Returns False, and computes nothing, if TMA
+    cannot read an operand. ``ready`` belongs to one prepared call (see ``gemm_gemm.Operands``).
     """
     made = prepared(ready, ("data gradient", first, last), _prepare, terms, dx, first, last, pipeline)
     if made is None:

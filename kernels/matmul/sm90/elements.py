@@ -1,4 +1,4 @@
-"""What prologues and epilogues on Hopper share: the bias that a tile starts with, and the dropout of its elements."""
+"""What prologues and epilogues on Hopper share: initial accumulators with a bias, scales, and dropout."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ LANES = gl.constexpr(DRAWN_LANES)
 
 @resources
 class Dropout:
-    """The dropout of a hidden whose first element has ``row`` and ``column`` of the mask; without a seed, none."""
+    """The dropout of a hidden that begins at ``row`` and ``column`` of the mask; none if ``seed_ptr`` is None."""
 
     seed_ptr: Any
     limit: Any
@@ -23,7 +23,7 @@ class Dropout:
 
 @resources
 class Activation:
-    """What is computed of a pre-activation: see ``activations.limited_hidden_and_slopes``."""
+    """The arguments of ``activations.limited_hidden_and_slopes``, besides the pre-activations."""
 
     limit: Any
     offset: Any
@@ -35,10 +35,9 @@ class Activation:
 
 @resources
 class Scales:
-    """By what the sums of a product of 8-bit values are multiplied: float32 of each row and of each column.
+    """Float32 scales of the rows and columns of a product of 8-bit values; none if ``rows_ptr`` is None.
 
-    Without ``rows_ptr`` there are none. One scale for all ``rows`` has a ``ROW_STRIDE`` of 0, one for all columns a
-    ``COLUMN_STRIDE`` of 0.
+    A single scale for all ``rows`` has a ``ROW_STRIDE`` of 0, one for all columns a ``COLUMN_STRIDE`` of 0.
     """
 
     rows_ptr: Any
@@ -51,23 +50,23 @@ class Scales:
 
 @gluon.jit
 def zeros(ROWS: gl.constexpr, COLUMNS: gl.constexpr, BITS: gl.constexpr = 16):
-    """Sums of products of operands of so many bits."""
+    """A zero accumulator in the wgmma layout for operands of ``BITS`` bits."""
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 256 // BITS])
     return gl.zeros([ROWS, COLUMNS], gl.float32, layout)
 
 
 @gluon.jit
 def scaled(acc, row, column, scales, columns_ptr, bias_ptr, first, N):
-    """Part of a tile of products of 8-bit values: what the values stand for, with the bias of its columns.
+    """``acc``, part of a tile of an 8-bit product, times the scales of its rows and columns, plus any bias.
 
-    A bias cannot be what such a tile starts with. Its ``N`` columns, and their scales, lie from ``first`` on.
+    The initial accumulator, which is scaled, cannot hold the bias. Bias and scales of ``N`` columns begin at ``first``.
     """
     rows = row + gl.arange(0, acc.shape[0], gl.SliceLayout(1, acc.type.layout))
     cols = gl.arange(0, acc.shape[1], gl.SliceLayout(0, acc.type.layout))
     inside = cols < N - column
     cols += first + column
     of_rows = gl.load(scales.rows_ptr + gl.minimum(rows, scales.rows - 1) * scales.ROW_STRIDE)
-    # Masked: a clamped column would take an address of its own, and two registers with it.
+    # Masked, not clamped: each clamped column would need an address of its own, in two registers.
     of_columns = gl.load(columns_ptr + cols * scales.COLUMN_STRIDE, inside, 0.0)
     acc = acc * gl.expand_dims(of_rows, 1) * gl.expand_dims(of_columns, 0)
     if bias_ptr is not None:
@@ -77,7 +76,7 @@ def scaled(acc, row, column, scales, columns_ptr, bias_ptr, first, N):
 
 @gluon.jit
 def bias_of_columns(bias_ptr, first, column, N, COLUMNS: gl.constexpr):
-    """A tile that starts with the bias of its columns, ``N`` of which lie from ``first`` on; zeros without a bias."""
+    """An accumulator initialised with the bias of its columns, of ``N`` that begin at ``first``; else with zeros."""
     acc = zeros(HALF, COLUMNS)
     if bias_ptr is not None:
         cols = gl.arange(0, COLUMNS, gl.SliceLayout(0, acc.type.layout))
@@ -87,7 +86,7 @@ def bias_of_columns(bias_ptr, first, column, N, COLUMNS: gl.constexpr):
 
 @gluon.jit
 def biases_of_halves(up_bias_ptr, gate_bias_ptr, first, column, N):
-    """The same for a gated hidden, whose gate has the columns behind the first half of the tile."""
+    """The same for a gated hidden: the second half of the tile's columns belongs to the gate."""
     acc = zeros(HALF, TILE)
     cols = gl.arange(0, TILE, gl.SliceLayout(0, acc.type.layout))
     inside = first + gl.minimum(column + cols % HALF, N - 1)
@@ -103,8 +102,8 @@ def biases_of_halves(up_bias_ptr, gate_bias_ptr, first, column, N):
 
 @gluon.jit
 def draw(dropout, row, column, layout: gl.constexpr):
-    """Which elements of a quarter of a tile are kept: boolean, in the registers where ``layout`` has the elements."""
-    # A thread has two columns of eight in this one, and in that of the tile the same two of every eight.
+    """Which elements of a quarter of a tile are kept: boolean, in ``layout``, without exchange between threads."""
+    # A thread has two of eight columns in this layout, and the same two of every eight in that of the tile.
     lanes: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, LANES, 16])
     rows = row + dropout.row + gl.arange(0, HALF, gl.SliceLayout(1, lanes))
     draws = (column + dropout.column) // HALF * LANES + gl.arange(0, LANES, gl.SliceLayout(0, lanes))
@@ -121,5 +120,5 @@ def draw(dropout, row, column, layout: gl.constexpr):
 @gluon.jit
 def dropped(values, kept, dropout):
     """The values of a tile times the scale where they are ``kept``, else times 0."""
-    # Among the factors: to choose among 16-bit results, the compiler takes them out of their pairs and pairs them anew.
+    # Select the factor: to select 16-bit results the compiler would unpack their pairs and pack them again.
     return values * gl.where(kept, dropout.scale, 0.0)

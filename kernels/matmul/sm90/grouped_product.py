@@ -1,4 +1,4 @@
-"""Products of rows sorted by expert with the weights of their experts on Hopper, or the sum of two such products."""
+"""Grouped products on Hopper: rows sorted by expert times their experts' weights, or the sum of two such products."""
 
 from typing import Any
 
@@ -60,10 +60,10 @@ def _sm90_grouped_product_kernel(
 def prepare_product(
     a: Matrix, weights: list[Matrix], columns: int, experts: int, config: CooperativePipeline
 ) -> Launch:
-    """The launch for a left operand and the weights ``[experts, columns, inner]``, or two of each that lie alike.
+    """The launch for a left operand and weights ``[experts, columns, inner]``, or for two of each with equal layouts.
 
-    Its tensors are (a, weight, other a, other weight, result ``[rows, columns]``), and beside them the bias ``[experts,
-    columns]``, the expert of each row of tiles, and where the rows of each expert begin.
+    Its tensors are (a, weight, other a, other weight, result ``[rows, columns]``, bias ``[experts, columns]``, expert
+    of each row of tiles, first row of each expert).
     """
     half, wide = HALF.value, WIDE.value
     tile_rows, tile_columns = ceil_div(a.rows, TILE.value), ceil_div(columns, wide)

@@ -1,6 +1,6 @@
-"""The weight gradients of all experts on Hopper: the product of both operands over each expert's own rows.
+"""The weight gradients of all experts on Hopper (grouped K): the product of both operands over each expert's rows.
 
-Experts have few rows or many: a tile takes as many steps as its expert has rows.
+The number of a tile's steps depends on how many rows its expert has.
 """
 
 from typing import Any
@@ -35,7 +35,7 @@ class _GroupedInner:
 def _tile_at(schedule, index):
     """(expert, its first row, steps, first unit, first column) of the ``index``-th tile.
 
-    An expert without rows takes a step of the rows past the end, which are zeros.
+    An expert without rows takes one step past the last row, where TMA loads zeros.
     """
     tiles = schedule.tile_rows * schedule.tile_columns
     expert = index // tiles
@@ -64,7 +64,7 @@ def _consume(consumer: gl.constexpr, ring, schedule, out_desc, staging, units, o
         acc = multiply(consumer, zeros(HALF, WIDE), ring, position, steps)
         position += steps
         row = unit + consumer * HALF
-        # Behind the last unit of an expert lie those of the next one.
+        # Past the last unit of an expert begin those of the next one.
         if row < units:
             stored = store_rows(consumer, out_desc, expert * out_rows + row, column, acc, staging, stored)
     tma.store_wait(0)
@@ -91,10 +91,10 @@ def _sm90_grouped_weight_gradient_kernel(
 def prepare_grouped_weight_gradient(
     left: Matrix, right: Matrix, out: Matrix, experts: int, units: int, config: CooperativePipeline
 ) -> Launch:
-    """The launch for operands of these layouts, whose gradients of all experts lie behind one another in ``out``.
+    """The launch for operands of these layouts; ``out`` stacks the gradients of all experts.
 
-    Its tensors are (left ``[rows, units]``, right ``[rows, columns]``, gradients), and beside them where the rows of
-    each expert begin, and the experts in the order in which their tiles are to be computed, or None.
+    Its tensors are (left ``[rows, units]``, right ``[rows, columns]``, gradients, first row of each expert, experts in
+    the order in which to compute their tiles or None).
     """
     half, wide = HALF.value, WIDE.value
     tile_rows, tile_columns = ceil_div(units, TILE.value), ceil_div(right.columns, wide)

@@ -1,4 +1,4 @@
-"""H on Hopper, and Z and Zg where they are kept, from one product: gated, from both projections in one pass over x."""
+"""H on Hopper, and Z and Zg if they are kept; if gated, from both projections in one pass over x."""
 
 from typing import Any
 
@@ -46,7 +46,7 @@ def _biases(tile, given):
 
 @gluon.jit
 def _activate(consumer: gl.constexpr, z, z_gate, row, column, expert, given, stored):
-    """Stores the hidden of a quarter of a tile, and its pre-activations; returns how many parts were stored."""
+    """Store the hidden of a quarter of a tile, and kept pre-activations; return the number of stores so far."""
     how = given.activation
     scales, first = given.scales, expert * given.N
     if scales.rows_ptr is not None:
@@ -70,7 +70,7 @@ def _activate(consumer: gl.constexpr, z, z_gate, row, column, expert, given, sto
 @gluon.jit
 def _epilogue(consumer: gl.constexpr, tile, top, bottom, loaded, given, stored):
     row, column, expert = tile
-    # One copy of the code for all quarters: see the hidden's gradient.
+    # A loop, so that the code of a quarter exists once: see the hidden's gradient.
     for half in range(2):
         left, right = column_halves(top)
         if given.activation.GATED:
@@ -136,13 +136,12 @@ def prepare_hidden(
     limits: tuple[float, float] | None = None,
     width: int = 0,
 ) -> Launch | None:
-    """The launch for operands of these layouts, with results of so many columns; None: TMA cannot read ``low_rank``.
+    """The launch for these operands and results with ``columns`` columns; None if TMA cannot read ``low_rank``.
 
-    Its tensors are x, up, gate, hidden, Z, Zg, the three of a ``LowRank`` as TMA copies them, the biases of up and of
-    the gate, the seed of the dropout, the expert of each row of tiles, where the rows of each expert begin, and the
-    scales of x, up and the gate.
-    With ``experts``, rows are sorted by them, and both weights are those of all, behind one another. ``limits``
-    are those of :func:`limited_hidden_and_slopes`. Results may be of more columns, ``width``.
+    Its tensors are x, up, gate, hidden, Z, Zg, the three of ``LowRank.copied``, the biases of up and of the gate, the
+    dropout's seed, the expert of each row of tiles, the first row of each expert, and the scales of x, up and the gate.
+    With ``experts``, rows are sorted by expert, and both weights stack those of all experts. ``limits`` are those of
+    :func:`limited_hidden_and_slopes`. If ``width`` is given, results have that many columns in memory.
     """
     tile, half = TILE.value, HALF.value
     rows = x.rows

@@ -1,7 +1,7 @@
 """dZ and dZg on Hopper, their sums over bands of rows, and H once more, from the product dy W_down.
 
-A warp of its own loads the pre-activations of a tile, a quarter at a time, while its product is computed. Every thread
-adds up what it has of a column; threads are asked for theirs only where the sums of a band are complete.
+A second load warp loads the pre-activations of a tile, a quarter at a time, during its mainloop. Each thread sums its
+own elements of a column; the sums of all threads are reduced only when those of a band are complete.
 """
 
 from typing import Any
@@ -23,7 +23,7 @@ from .schedules import make_schedule, tile_at, tile_count
 
 @resources
 class _Quarters:
-    """The pre-activations of each consumer's tile, a quarter of it in each of ``STAGES`` stages."""
+    """The ring of pre-activations: ``STAGES`` stages for each consumer, with a quarter of its tile each."""
 
     tiles: Any
     full: Any
@@ -33,7 +33,7 @@ class _Quarters:
 
 @resources
 class _Gradient:
-    """What the epilogue reads and writes besides the product; where rows have weights, they are those of experts."""
+    """What the epilogue reads and writes besides the product; ``weights_ptr``: routing weights of sorted rows."""
 
     dz: Any
     d_gate: Any
@@ -90,9 +90,9 @@ def _take(consumer: gl.constexpr, quarters, position, layout: gl.constexpr):
 
 @gluon.jit
 def _release(consumer: gl.constexpr, quarters, position, PARTS: gl.constexpr):
-    """Gives the stages of pre-activations back.
+    """Release the stages of pre-activations.
 
-    Only once all that was made of them is stored: the next copy must not overtake a read that is still under way.
+    Only after a result that depends on all of them is stored: the next copy must not overtake a pending read.
     """
     for part in gl.static_range(PARTS):
         mbarrier.arrive(quarters.empty.index(consumer * quarters.STAGES + (position + part) % quarters.STAGES))
@@ -100,7 +100,7 @@ def _release(consumer: gl.constexpr, quarters, position, PARTS: gl.constexpr):
 
 @gluon.jit
 def _own_sums(gradient, valid_rows):
-    """Each thread's sums of the rows it has, ``[warps, rows of threads, columns]``: no thread asks another."""
+    """Each thread's sums of its rows, ``[warps, rows of threads, columns]``: no exchange between threads."""
     COLUMNS: gl.constexpr = gradient.shape[1]
     if valid_rows < gradient.shape[0]:
         # Past M the product is 0, but 0 times an infinite weight is NaN.
@@ -111,7 +111,7 @@ def _own_sums(gradient, valid_rows):
 
 @gluon.jit
 def _store_sums(sums_ptr, sums, column, N):
-    """Adds up the sums of all threads, and stores those of the columns."""
+    """Reduce the sums of all threads, and store those of the columns."""
     total = gl.sum(gl.sum(sums, 1), 0)
     cols = column + gl.arange(0, total.shape[0], total.type.layout)
     gl.store(sums_ptr + cols, total.to(sums_ptr.dtype.element_ty), mask=cols < N)
@@ -131,25 +131,25 @@ def _weights_of(weights_ptr, row):
 def _through_quarter(
     consumer: gl.constexpr, d_hidden, row, column, position, stored, sums, weights, weight_sums, given
 ):  # fmt: skip
-    """The results of a quarter of a tile; ``sums`` with its own added. With a gate, they are stored at once instead.
+    """Store the results of a quarter of a tile, and add its sums to ``sums``, or store them at once if gated.
 
-    Where rows have weights, ``d_hidden`` is without them, and the hidden is stored weighted; ``weight_sums`` come back
-    with what the quarter adds to the gradient of each row's weight.
+    With routing weights, ``d_hidden`` comes unweighted, and the hidden is stored weighted; the quarter's part of the
+    gradient of each row's weight is added to ``weight_sums``.
     """
     how = given.activation
     layout: gl.constexpr = d_hidden.type.layout
     WHOLE: gl.constexpr = activation_unit(how.NAME, how.ACCURACY)
     WEIGHTED: gl.constexpr = given.weights_ptr is not None
-    # The weights of rows come in that unit.
+    # The routing weights are multiplied by it instead.
     UNIT: gl.constexpr = 1.0 if WEIGHTED else WHOLE
     GATED: gl.constexpr = how.GATED
     PARTS: gl.constexpr = 2 if GATED else 1
-    # In float32, what waits for its turn to be stored takes more registers than there are.
+    # Compute and round both early: waiting for their stores in float32 they would take too many registers.
     BOTH_FIRST: gl.constexpr = GATED and given.sums_ptr is None
     if given.scales.rows_ptr is not None:
         d_hidden = scaled(d_hidden, row, column, given.scales, given.scales.columns_ptr, None, 0, given.N)
     if WEIGHTED:
-        # Here, where little else is in registers; the hidden behind N is that of zeros.
+        # Here, where few registers are live. Past N the hidden needs no mask: TMA loads its pre-activations as 0.
         cols = column + gl.arange(0, HALF, gl.SliceLayout(0, layout))
         d_hidden = only_before(d_hidden, cols, given.N, given.WHOLE_COLUMNS)
     if given.dropout.seed_ptr is not None:
@@ -172,7 +172,7 @@ def _through_quarter(
         dz = d_hidden * slope * UNIT
         d_gate = through_activation(d_hidden, gate_slope, z_gate, how.NAME) * UNIT
         if WEIGHTED:
-            # Padding, which has no weight, ends as zeros: 0 times an infinite weight of the layer is NaN.
+            # Padding, whose routing weight is 0, must give 0: 0 times an infinite weight of the layer is NaN.
             dz, d_gate = gl.where(weights != 0, dz, 0.0), gl.where(weights != 0, d_gate, 0.0)
         dz, d_gate = dz.to(given.dz.dtype), d_gate.to(given.dz.dtype)
     if WEIGHTED:
@@ -212,7 +212,7 @@ def _through_quarter(
 
 @gluon.jit
 def _added(given, row, column):
-    """What the product of half a tile joins: nothing, or the same part of what is given."""
+    """The initial accumulator of half a tile: zeros, or that part of the addend."""
     acc = zeros(HALF, TILE, given.BITS)
     if given.added_ptr is not None:
         gl.static_assert(given.scales.rows_ptr is None, "sums of 8-bit products are multiplied by scales later")
@@ -237,7 +237,7 @@ def _epilogue(consumer: gl.constexpr, tile, top, bottom, weights, given, state):
     position, stored, left_sums, right_sums, no_left, no_right = state
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
     top_weights, bottom_weights = weights
-    # The quarters take turns in the same registers, so that the code is there once, not four times: fetching four
+    # The quarters take turns in the same registers, so that their code exists once: fetching the instructions of four
     # copies took 22 of 128 µs (16,384 × 512 × 2048 on an H100), and 142 of 258 with a gate and sums.
     for half in range(2):
         left, right = column_halves(top)
@@ -265,7 +265,7 @@ def _consume(consumer: gl.constexpr, ring, schedule, steps, given):
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
     position = 0
     stored = 0
-    # Two values: a loop takes a variable for unchanged that is given what it had, and would not exchange equal ones.
+    # Two values, because a loop that swaps two variables with the same initial value would take them for unchanged.
     no_left = _own_sums(gl.zeros([HALF, HALF], gl.float32, layout), HALF)
     no_right = _own_sums(gl.zeros([HALF, HALF], gl.float32, layout), HALF)
     state = (position, stored, no_left, no_right, no_left, no_right)
@@ -338,21 +338,21 @@ def prepare_hidden_gradient(
     experts: int = 0,
     limits: tuple[float, float] | None = None,
 ) -> Launch | None:
-    """The launch for operands of these layouts; rows of the gradients and of the hidden are ``row_strides`` apart.
+    """The launch for operands of these layouts; ``row_strides`` are those of the gradients and of the hidden.
 
-    None where TMA cannot read ``low_rank``. With ``experts``, rows are sorted by them, and have weights; w_down is
-    those of all, behind one another. ``limits`` are those of :func:`limited_hidden_and_slopes`.
+    None if TMA cannot read ``low_rank``. With ``experts``, rows are sorted by expert and have routing weights; ``down``
+    stacks the weights of all experts. ``limits`` are those of :func:`limited_hidden_and_slopes`.
 
-    Its tensors are dy, down, Z, Zg, dZ, dZg, the hidden, the first two of a ``LowRank`` as TMA copies them, the sums
-    ``[bands, parts × N]``, the seed, what is added to dH, contiguous; the expert of each row of tiles, where the rows
-    of each expert begin, the weights ``[M]`` of the rows in float32, and the sums for their gradients, one for each
-    column of tiles, ``[columns of tiles, M]``; and the scales of dy and of down.
+    Its tensors are dy, down, Z, Zg, dZ, dZg, hidden, the first two of ``LowRank.copied``, the sums
+    ``[bands, parts × N]``, the dropout's seed, the addend of dH, contiguous; the expert of each row of tiles, the first
+    row of each expert, the routing weights ``[M]`` in float32, and the sums for their gradients, ``[columns of tiles,
+    M]``; and the scales of dy and of down.
     """
     tile, half = TILE.value, HALF.value
     rows, columns = z.rows, z.columns
     tile_rows, tile_columns = -(-rows // tile), -(-columns // tile)
     stays = pipeline.stays and bias and z_gate is None and tile_rows > 1 and not experts
-    # Asked only where sums over columns are taken, so that no other variant is compiled twice.
+    # Always True without experts, as only their kernels sum over columns: no other variant is compiled twice.
     whole_columns = not experts or columns % tile == 0
     programs = pipeline.programs_for_columns(tile_columns) if stays else pipeline.programs
     assert programs > 0, "planned for fewer columns of tiles"

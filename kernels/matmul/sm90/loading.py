@@ -1,4 +1,4 @@
-"""The load warp: the operands of tile after tile, through TMA, into the stages of the ring."""
+"""The load warp: TMA copies of the operands of one tile after another into the stages of the ring."""
 
 from typing import Any
 
@@ -9,10 +9,10 @@ from .schedules import tile_at, tile_count
 
 @resources
 class Term:
-    """One of the products that are added up in a tile: descriptors of its operands, and the length of its inner axis.
+    """One of the products that a tile sums: descriptors of its operands, and the length of its inner axis.
 
-    Half of the columns of a tile are products with ``other``, where it is given, whose inner axis begins at ``first``:
-    TMA fills what lies before it with zeros.
+    If ``other`` is given, half of the tile's columns are products with it. Its inner axis begins at ``first``: TMA
+    loads zeros before that.
     """
 
     left: Any
@@ -24,7 +24,7 @@ class Term:
 
 @gluon.jit
 def load_tiles(ring, schedule, first_term, second_term=None):
-    """The load warp: the term, or both terms, of one tile after another."""
+    """The load warp: load the term, or both terms, of one tile after another."""
     position = 0
     for index in range(gl.program_id(0), tile_count(schedule), gl.num_programs(0)):
         row, column, expert = tile_at(schedule, index)
@@ -37,13 +37,13 @@ def load_tiles(ring, schedule, first_term, second_term=None):
 
 @gluon.jit
 def load_term(ring, term, row, column, first, position):
-    """Loads what the product of one tile reads into the ring from ``position`` on; returns the position behind it.
+    """Load a term's operands for one tile into the ring from ``position`` on; return the next position.
 
-    A row of the right operand in memory is a column of the result where it is ``RIGHT_TRANSPOSED``: y = x Wᵀ of a
-    linear layer. The operand is the part of its matrix from row ``first`` on.
+    If ``RIGHT_TRANSPOSED``, a row of the right operand in memory is a column of the result, as in y = x Wᵀ. The right
+    operand is the part of its matrix from row ``first`` on.
     """
     ROWS: gl.constexpr = term.left.block_type.shape[0]
-    # One copy brings the right operand of a tile, or two of them half of its columns each.
+    # The right operand of a tile takes one copy, or two with half of its columns each.
     COPIES: gl.constexpr = ring.right.shape[1] * ring.right.shape[2] // term.right.block_type.numel
     BYTES: gl.constexpr = 2 * term.left.block_type.nbytes + COPIES * term.right.block_type.nbytes
     for k in range(0, term.inner, ring.STEP):
@@ -73,7 +73,7 @@ def load_term(ring, term, row, column, first, position):
 
 @gluon.jit
 def load_rows(ring, left_desc, right_desc, unit, column, row, steps, position):
-    """The same for a product over rows of both operands, from ``row`` on, as weight gradients are."""
+    """The same for weight gradients: the inner axis is the rows of both operands, from ``row`` on."""
     UNITS: gl.constexpr = left_desc.block_type.shape[1]
     BYTES: gl.constexpr = 2 * left_desc.block_type.nbytes + right_desc.block_type.nbytes
     for step in range(steps):
@@ -88,7 +88,7 @@ def load_rows(ring, left_desc, right_desc, unit, column, row, steps, position):
 
 @gluon.jit
 def load_block(ring, start, first, full, index):
-    """Copies a block of an ``OperandRing``: rows from ``first`` on, of the entry that begins at ``start``."""
+    """Copy a block into an ``OperandRing``: rows from ``first`` on of the entry that begins at ``start``."""
     APART: gl.constexpr = len(ring.desc.block_type.shape) == 3
     if APART:
         copy_in(ring.desc, [start, 0, first], full, ring.tiles.index(index))

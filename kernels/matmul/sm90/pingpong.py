@@ -1,9 +1,9 @@
-"""The ping-pong mainloop: two consumers compute tiles of their own, every other one.
+"""The ping-pong mainloop: two consumers alternate, each with every other tile.
 
-While one consumer has the matrix units, the other one is busy with its epilogue, so that arithmetic of single elements
-and traffic of the results cost no time of the matrix units as long as they take less than a product. The consumers
-alternate at the ring: each waits on its own barrier of ``Ring.order``, and the other one arrives on it. Without that,
-the phase of a stage's barrier would not tell a filling from the one two before it.
+While one consumer has the tensor cores, the other one runs its epilogue: elementwise arithmetic and stores cost no
+tensor core time as long as they take less than a mainloop. Consumers take turns at the ring: each waits on its own
+barrier of ``Ring.order``, and the other one arrives on it. Without that, the phase of a stage's barrier could not tell
+a filling from the one two before it.
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ from .schedules import tile_at, tile_count
 
 
 def columns_at_once(right_transposed: bool, paired: bool = False) -> int:
-    """Columns of the result for which one copy brings the right operand; ``paired``: half of a tile's are another's."""
+    """Columns that one copy of the right operand has; ``paired``: half of a tile's columns are of another operand."""
     return HALF.value if right_transposed or paired else TILE.value
 
 
@@ -30,11 +30,11 @@ def dense_launch(
     constants: tuple[object, ...] = (),
     most_terms: int = 1,
 ) -> Launch:
-    """The launch of a persistent kernel that fills ``out`` ``[M, N]`` from ``Σ left @ right``, terms that lie alike.
+    """The launch of a persistent kernel for ``out`` ``[M, N]`` = ``Σ left @ right``, of terms with equal layouts.
 
-    Its tensors are left ``[M, K]`` and right ``[K, N]`` of ``most_terms`` terms, None where there are fewer, and the
-    result; its numbers K, N, the columns of tiles, and free to change, the rows of tiles and M; its constants whether
-    right operands lie transposed, the pipeline's step, stages, places and group, and ``constants``.
+    Its tensors are left ``[M, K]`` and right ``[K, N]`` of ``most_terms`` terms, None for absent ones, and the result;
+    its numbers K, N and the columns of tiles; its free numbers the rows of tiles and M; its constants whether right
+    operands are transposed, the pipeline's step, stages, places and group, and ``constants``.
     """
     left, right = terms[0]
     tile_rows, tile_columns = ceil_div(out.rows, TILE.value), ceil_div(out.columns, TILE.value)
@@ -56,7 +56,7 @@ def dense_launch(
 
 @gluon.jit
 def pingpong_ring(left_desc, right_desc, RIGHT_TRANSPOSED: gl.constexpr, STEP: gl.constexpr, STAGES: gl.constexpr):
-    """A ring whose stages serve one consumer each, and the barrier of each consumer's turn."""
+    """A ring whose stages serve one consumer each, with an order barrier for each consumer."""
     return make_ring(left_desc, right_desc, TILE, False, RIGHT_TRANSPOSED, STEP, STAGES, 1, 2)
 
 
@@ -64,11 +64,11 @@ def pingpong_ring(left_desc, right_desc, RIGHT_TRANSPOSED: gl.constexpr, STEP: g
 def mma_tiles(
     consumer: gl.constexpr, ring, schedule, steps, prologue: gl.constexpr, epilogue: gl.constexpr, resources, state
 ):
-    """A consumer: the products of its tiles, of so many ``steps`` of the ring each.
+    """One consumer: its tiles, whose products take ``steps`` steps of the ring each.
 
-    ``prologue(tile, resources)`` gives what both halves of a tile's rows start with, and whatever else is to be loaded
-    while the product is computed, or 0. ``epilogue(consumer, tile, top, bottom, loaded, resources, state)`` takes the
-    sums of both halves, and returns the state that the next tile begins with.
+    ``prologue(tile, resources)`` returns the initial accumulators of both halves of a tile's rows, and anything else to
+    be loaded during the mainloop, or 0. ``epilogue(consumer, tile, top, bottom, loaded, resources, state)`` takes both
+    accumulators and returns the state for the next tile.
     """
     turn = 0
     first = gl.program_id(0) + consumer * gl.num_programs(0)
@@ -83,7 +83,7 @@ def mma_tiles(
 
 @gluon.jit
 def zero_halves(tile, resources):
-    """A prologue: products alone."""
+    """A prologue: zero accumulators."""
     acc = zeros(HALF, TILE)
     return acc, acc, 0
 
@@ -92,7 +92,7 @@ def zero_halves(tile, resources):
 def store_tiles(
     consumer: gl.constexpr, prologue: gl.constexpr, epilogue: gl.constexpr, ring, schedule, steps, resources
 ):  # fmt: skip
-    """A consumer whose epilogue stores what it makes of its tiles through TMA; the state is how many such stores."""
+    """A consumer whose epilogue stores its results through TMA; the state is the number of stores so far."""
     stored = 0
     mma_tiles(consumer, ring, schedule, steps, prologue, epilogue, resources, stored)
     tma.store_wait(0)
@@ -100,7 +100,7 @@ def store_tiles(
 
 @gluon.jit
 def multiply(consumer: gl.constexpr, top, bottom, ring, turn, steps):
-    """Adds the product of this consumer's ``turn``-th tile to its upper and lower half of the rows."""
+    """Add the product of this consumer's ``turn``-th tile to the accumulators of its upper and lower rows."""
     position = (2 * turn + consumer) * steps
     mbarrier.wait(ring.order.index(consumer), (turn & 1) ^ (1 - consumer))
     for step in range(steps):
@@ -114,7 +114,7 @@ def multiply(consumer: gl.constexpr, top, bottom, ring, turn, steps):
         if step > 0:
             mbarrier.arrive(ring.empty.index((position - 1) % ring.STAGES))
         position += 1
-    # The other consumer may line up its products behind the last of these.
+    # From here on the other consumer may issue its wgmmas behind these.
     mbarrier.arrive(ring.order.index(1 - consumer))
     top, bottom = warpgroup_mma_wait(0, [top, bottom])
     mbarrier.arrive(ring.empty.index((position - 1) % ring.STAGES))

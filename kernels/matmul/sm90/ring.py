@@ -1,7 +1,7 @@
-"""What the mainloops on Hopper share: the ring of stages in shared memory, its barriers, and results on their way out.
+"""What the mainloops on Hopper share: the ring of stages in shared memory, its mbarriers, and staging buffers.
 
-The load warp (``roles``) fills the stages of a ring, waiting for a stage's ``empty`` barrier and giving its ``full``
-barrier to the copies. Consumers wait for ``full``, multiply, and arrive at ``empty``.
+The load warp (``roles``) fills the stages of a ring: it waits on a stage's ``empty`` barrier and passes its ``full``
+barrier to the TMA copies. Consumers wait on ``full``, multiply, and arrive on ``empty``.
 """
 
 from typing import Any
@@ -9,17 +9,17 @@ from typing import Any
 from ...hopper import copy_out, fence_async_shared, gl, gluon, mbarrier, resources, tma
 from ...tuning import CONSUMER_ROWS
 
-# Rows of one matrix instruction; rows and columns of what an epilogue holds of a tile at once.
+# HALF: rows of one wgmma; also rows and columns of the quarter of a tile that an epilogue processes at once.
 HALF = gl.constexpr(CONSUMER_ROWS)
 TILE = gl.constexpr(2 * CONSUMER_ROWS)
 
 
 @resources
 class Ring:
-    """``STAGES`` stages of both operands, ``STEP`` of the inner axis at a time, as they lie in global memory.
+    """``STAGES`` stages of both operands, each a ``STEP`` of the inner axis, oriented as in global memory.
 
-    A stage has two halves of the left operand's rows. At the barriers of ``order`` the consumers wait for one another;
-    what for is the mainloop's own.
+    A stage has the left operand's rows in two halves. On the barriers of ``order`` the consumers wait for one another,
+    as their mainloop defines.
     """
 
     left: Any
@@ -35,9 +35,9 @@ class Ring:
 
 @resources
 class OperandRing:
-    """The same for one operand that is a matrix, or a batch of them: a stage is a block of its rows, or several.
+    """A ring of one operand, a matrix or a batch of them: a stage has one or several blocks of its rows.
 
-    Of a ``TRANSPOSED`` matrix it is a block of columns, as they lie in global memory. The entries of a batch begin
+    For a ``TRANSPOSED`` matrix these are blocks of columns, oriented as in global memory. The entries of a batch begin
     ``step`` rows apart, or have an axis of their own: see ``hopper.Matrix``.
     """
 
@@ -52,7 +52,7 @@ class OperandRing:
 
 @resources
 class Staging:
-    """Buffers in shared memory through which a consumer's results leave, ``SLOTS`` for each consumer."""
+    """Staging buffers in shared memory for TMA stores of results, ``SLOTS`` for each consumer."""
 
     buffers: Any
     SLOTS: Any
@@ -60,13 +60,13 @@ class Staging:
 
 @gluon.jit
 def stage_of(position, STAGES: gl.constexpr):
-    """(stage, phase of its full barrier) of the ``position``-th filling of a ring. The empty one is a phase behind."""
+    """(stage, phase of its full barrier) of a ring's ``position``-th filling. The empty barrier is a phase behind."""
     return position % STAGES, (position // STAGES) & 1
 
 
 @gluon.jit
 def acquire(ring, position, BYTES: gl.constexpr):
-    """(stage, its full barrier) for the load warp, once all have read it, to be filled with so many bytes."""
+    """(stage, its full barrier) for the load warp, once all readers have released it; ``BYTES`` will be copied."""
     stage, phase = stage_of(position, ring.STAGES)
     full = ring.full.index(stage)
     mbarrier.wait(ring.empty.index(stage), phase ^ 1)
@@ -84,9 +84,9 @@ def wait_full(ring, position):
 
 @gluon.jit
 def release_after_load(empty):
-    """Gives a stage back that was loaded into registers.
+    """Release a stage that was loaded into registers.
 
-    The next copy comes through another proxy to memory: without the fence it was seen to overtake loads under way.
+    TMA writes through the async proxy: without the fence the next copy was seen to overtake pending loads.
     """
     fence_async_shared()
     mbarrier.arrive(empty)
@@ -94,7 +94,7 @@ def release_after_load(empty):
 
 @gluon.jit
 def make_barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
-    """Barriers whose phase ends after so many arrivals."""
+    """``COUNT`` mbarriers whose phase completes after ``ARRIVALS`` arrivals."""
     barriers = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
     for index in gl.static_range(COUNT):
         mbarrier.init(barriers.index(index), count=ARRIVALS)
@@ -105,7 +105,7 @@ def make_barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
 def operand_ring(
     desc, step, TRANSPOSED: gl.constexpr, STAGES: gl.constexpr, READERS: gl.constexpr, TILES: gl.constexpr = 1
 ):  # fmt: skip
-    """A ring of ``TILES`` blocks in each stage, which ``READERS`` readers empty; without any, it is filled once."""
+    """A ring with ``TILES`` blocks per stage, released by ``READERS`` readers; without readers it is filled once."""
     tiles = gl.allocate_shared_memory(desc.dtype, [STAGES * TILES] + desc.block_type.shape, desc.layout)
     full = make_barriers(STAGES, 1)
     empty = None
@@ -118,7 +118,7 @@ def operand_ring(
 
 @gluon.jit
 def ring_beside(ring, desc, step, TRANSPOSED: gl.constexpr):
-    """The ring of another operand, which shares the barriers of this one."""
+    """The ring of another operand, which shares the barriers of ``ring``."""
     tiles = gl.allocate_shared_memory(desc.dtype, [ring.STAGES] + desc.block_type.shape, desc.layout)
     return OperandRing(
         desc=desc, step=step, tiles=tiles, full=ring.full, empty=ring.empty, STAGES=ring.STAGES, TRANSPOSED=TRANSPOSED
@@ -130,7 +130,7 @@ def make_ring(
     left_desc, right_desc, COLUMNS: gl.constexpr, LEFT_TRANSPOSED: gl.constexpr, RIGHT_TRANSPOSED: gl.constexpr,
     STEP: gl.constexpr, STAGES: gl.constexpr, READERS: gl.constexpr, ORDER: gl.constexpr,
 ):  # fmt: skip
-    """A ring for tiles of ``COLUMNS`` columns, whose stages ``READERS`` readers empty, with ``ORDER`` barriers."""
+    """A ring for tiles of ``COLUMNS`` columns; ``READERS`` readers release a stage; ``ORDER`` order barriers."""
     DTYPE: gl.constexpr = right_desc.dtype
     RIGHT: gl.constexpr = [STAGES, COLUMNS, STEP] if RIGHT_TRANSPOSED else [STAGES, STEP, COLUMNS]
     left = gl.allocate_shared_memory(DTYPE, [STAGES * 2] + left_desc.block_type.shape, left_desc.layout)
@@ -152,7 +152,7 @@ def make_staging(desc, SLOTS: gl.constexpr):
 
 @gluon.jit
 def column_halves(acc):
-    """The left and the right half of the columns, which lie in the same registers as before."""
+    """The left and the right half of the columns, which stay in the same registers."""
     COLUMNS: gl.constexpr = acc.shape[1] // 2
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, acc.type.layout.instr_shape[2]])
     left, right = acc.reshape([acc.shape[0], 2, COLUMNS]).permute((0, 2, 1)).split()
@@ -161,8 +161,8 @@ def column_halves(acc):
 
 @gluon.jit
 def tma_store(consumer: gl.constexpr, desc, row, column, values, staging, stored):
-    """Starts the store of a part of a tile through one of the consumer's buffers; returns how many were stored."""
-    # All stores but the last ones have read their buffers.
+    """Start the TMA store of a part of a tile from a staging buffer of this consumer; return the number of stores."""
+    # At most SLOTS - 1 stores stay pending, so the one that used this buffer has read it.
     tma.store_wait(staging.SLOTS - 1)
     buffer = staging.buffers.index(consumer * staging.SLOTS + stored % staging.SLOTS)
     buffer.store(values.to(buffer.dtype))

@@ -1,7 +1,7 @@
 """Warp roles: which warps of a program load, and which compute.
 
-Every kernel is warp-specialised. The load warp keeps TMA busy, and consumers, warp groups of four warps with 64 rows
-each, compute. While one consumer works on single elements, another one has the matrix units.
+Every kernel is warp-specialised: a load warp issues TMA copies, and consumers (warp groups, with 64 rows per wgmma)
+compute. While one consumer does elementwise work, another one has the tensor cores.
 """
 
 from ...hopper import gl, gluon
@@ -22,10 +22,10 @@ def specialize(
     CONSUMERS: gl.constexpr, consume: gl.constexpr, consumed, load: gl.constexpr, loaded,
     load_more: gl.constexpr = None, loaded_more=None,
 ):  # fmt: skip
-    """Runs ``consume`` in every consumer, whose first argument is the consumer's number, and ``load`` in one warp.
+    """Run ``consume(number, *consumed)`` in every consumer, and ``load(*loaded)`` in one warp.
 
-    With two consumers a second warp may run ``load_more``. ``consumed``, ``loaded`` and ``loaded_more`` are tuples of
-    the (other) arguments. Loads need few registers: the consumers get the rest.
+    With two consumers a second warp may run ``load_more(*loaded_more)``. Load warps need few registers: the consumers
+    get the rest.
     """
     if CONSUMERS == 1:
         gl.warp_specialize([

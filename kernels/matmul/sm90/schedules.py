@@ -11,10 +11,10 @@ from .ring import TILE
 class Schedule:
     """The tiles of a dense product, or of rows that are sorted by expert.
 
-    A tile has 128 rows and ``COLUMNS`` columns. Tiles are swizzled: ``group`` rows of tiles come before those to their
-    right, so that tiles computed at the same time find their operands in the L2 cache. Of sorted rows,
-    ``tile_expert_ptr`` has the expert of each row of tiles, and ``starts_ptr`` where the rows of each expert begin,
-    which is the start of a tile; every expert has ``weight_rows`` rows of the weights.
+    A tile has 128 rows and ``COLUMNS`` columns. Tiles are swizzled, ``group`` tile rows at a time, so that tiles that
+    are computed at the same time share operands in the L2 cache. For sorted rows, ``tile_expert_ptr`` has the expert of
+    each row of tiles, and ``starts_ptr`` the first row of each expert, which begins a tile, and the end of the last
+    one; every expert has ``weight_rows`` rows of the weights.
     """
 
     tile_rows: Any
@@ -30,7 +30,7 @@ class Schedule:
 def make_schedule(
     tile_rows, tile_columns, group, tile_expert_ptr, starts_ptr, experts, weight_rows, COLUMNS: gl.constexpr
 ):  # fmt: skip
-    """The tiles of both; how many rows of tiles hold rows that are sorted by expert, only the device knows."""
+    """The schedule of either; for sorted rows only the device knows the number of tile rows."""
     if starts_ptr is not None:
         tile_rows = gl.load(starts_ptr + experts) // TILE
     return Schedule(
@@ -60,7 +60,7 @@ def tile_at(schedule, index):
         expert = gl.load(schedule.tile_expert_ptr + index // schedule.tile_columns)
         begin = gl.load(schedule.starts_ptr + expert) // TILE
         count = gl.load(schedule.starts_ptr + expert + 1) // TILE - begin
-        # Groups are alike: a last one of few rows would read all weights of the expert for them.
+        # Equal groups: a last one of few rows would read all weights of the expert for them.
         rows = gl.cdiv(count, gl.cdiv(count, schedule.group))
         inside = index - begin * schedule.tile_columns
         first = inside // (rows * schedule.tile_columns) * rows
@@ -71,7 +71,7 @@ def tile_at(schedule, index):
 
 @resources
 class RowSchedule:
-    """``tiles`` bands of ``ROWS`` rows with all of their columns, ``entry_tiles`` of them in every entry of a batch."""
+    """``tiles`` bands of ``ROWS`` rows with all columns, ``entry_tiles`` of them per batch entry."""
 
     tiles: Any
     entry_tiles: Any

@@ -1,7 +1,7 @@
 """dW and db on Hopper: the product of dy and x over their rows, and the sums of dy from the same stages of the ring.
 
-Kernels are persistent: the loads of a tile start while the one before is still being stored. The sums of dy are taken
-from the stages that the products read, by warps of their own: the matrix units have no more to do.
+The kernel is persistent: the loads of a tile start while the previous one is still being stored. Separate warps sum dy
+from the stages that the products read: the tensor cores have no extra work.
 """
 
 from typing import Any
@@ -19,7 +19,7 @@ from .roles import specialize
 
 @resources
 class _SplitInner:
-    """The schedule: tiles of dW, ``UNITS`` of them for each consumer, over one split of the ``M`` rows."""
+    """The schedule: tiles of dW, with ``UNITS`` of their rows for each consumer, over one split of the ``M`` rows."""
 
     units: Any
     width: Any
@@ -34,10 +34,7 @@ class _SplitInner:
 
 @gluon.jit
 def _tile_at(schedule, index):
-    """(split, first unit, first column, first row, steps) of the ``index``-th piece of work.
-
-    Splits lie behind one another, and each has all tiles.
-    """
+    """(split, first unit, first column, first row, steps) of the ``index``-th work item: split by split."""
     TILE: gl.constexpr = 2 * schedule.UNITS
     unit_tiles = gl.cdiv(schedule.units, TILE)
     column_tiles = gl.cdiv(schedule.width, schedule.COLUMNS)
@@ -78,7 +75,7 @@ def _sum(ring, schedule, db_ptr, stride_split, WARPS: gl.constexpr):
     """The sums of dy over the rows, stored by the programs of the first column of tiles."""
     UNITS: gl.constexpr = schedule.UNITS
     LANES: gl.constexpr = UNITS // 8
-    # The pattern of a stage in memory repeats after 8 rows: as many, or twice as many, are in registers at once.
+    # The swizzle of a stage repeats after 8 rows: 8 or 16 of them are in registers at once.
     SUM_ROWS: gl.constexpr = WARPS * (32 // LANES)
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [WARPS, 1], [1, 0])
     columns = gl.arange(0, UNITS, gl.SliceLayout(0, layout))
@@ -120,7 +117,7 @@ def _sm90_weight_and_bias_gradient_kernel(
     UNITS: gl.constexpr, COLUMNS: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
     SUM_WARPS: gl.constexpr,
 ):  # fmt: skip
-    # Gradients are dense, and there once per split.
+    # Gradients are contiguous, one after another per split.
     schedule = _SplitInner(
         units=units, width=width, M=M, splits=splits, work=work, UNITS=UNITS, COLUMNS=COLUMNS, STEP=ROWS, GROUP=GROUP
     )
@@ -129,7 +126,7 @@ def _sm90_weight_and_bias_gradient_kernel(
     if db_ptr is None:
         specialize(2, _consume, (ring, schedule, dw_ptr, stride_split), _load, (ring, schedule, dy_desc, x_desc))
     else:
-        # Twelve warps start with 168 registers each, sixteen with 128. Two that sum share a group with the load warp.
+        # Twelve warps start with 168 registers each, sixteen with 128. Two summing warps share the load warp's group.
         CONSUMER_REGISTERS: gl.constexpr = 224 if SUM_WARPS == 2 else 208
         SUM_REGISTERS: gl.constexpr = 56 if SUM_WARPS == 2 else 64
         LOAD_REGISTERS: gl.constexpr = 56 if SUM_WARPS == 2 else 24
