@@ -23,9 +23,9 @@ from .reading.formulas import OtherFormula, text
 from .reading.polynomials import Polynomial, atom, function, number
 from .reading.values import NotUnderstood
 
-# Flags that the interface sets on every instance; older releases lack the two below, and their features.
+# Flags that the interface sets on every instance; older releases lack the one below, and its feature.
 _FLAGS = ("has_gate", "has_bias", "is_transposed")
-_CONCATENATED, _NORM = "is_concatenated", "has_post_expert_norm"
+_NORM = "has_post_expert_norm"
 # Users may override it to gate in their own way; every implementation calls it.
 _GATE = "_apply_gate"
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)

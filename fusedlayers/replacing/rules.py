@@ -55,8 +55,6 @@ class FFNRule:
         dropout: that of the hidden: an ``nn.Dropout``, or a number that applies in training. None: there is none.
         output_dropout: the same, after ``down``. Not with ``inside``, where the method applies it.
         inside: the method that holds the FFN; None: the forward of the block is the FFN and nothing else.
-        into: the child that holds ``up`` and computes ``act(up(x))``, if it does not call ``activation`` for that: then
-            ``activation`` is a name. Only with ``inside``.
         holders: the child named before each dot, and its class: ``(("output", BertOutput), ...)``.
         trusted: accept the rule without reading the source; the report says so.
 
@@ -75,7 +73,6 @@ class FFNRule:
     dropout: str | None = None
     output_dropout: str | None = None
     inside: str | None = None
-    into: str | None = None
     holders: tuple[tuple[str, type[nn.Module] | str], ...] = ()
     trusted: bool = False
 
@@ -96,8 +93,6 @@ class FFNRule:
             raise ValueError(f"inside={self.inside!r} excludes even and odd gate_rows and output_dropout, got {self}")
         if self.gate_rows is not None and (self.gate or self.gate_rows not in GATE_ROWS):
             raise ValueError(f"gate_rows must be one of {GATE_ROWS}, and excludes gate, got {self}")
-        if self.into is not None and (self.inside is None or self.up.rpartition(".")[0] != self.into):
-            raise ValueError(f"into={self.into!r} must be the child that holds up, and takes inside a method: {self}")
         dotted = {name.rpartition(".")[0] for name in (*self.parts(), self.output_dropout or "") if "." in name}
         if dotted != {name for name, _ in self.holders}:
             raise ValueError(f"holders must name the class of each of {sorted(dotted)}: {self}")
