@@ -20,7 +20,7 @@ from .prepared import Prepared
 
 
 def weight_gradient(dy: Tensor, x: Tensor, *, bias: bool = True) -> tuple[Tensor, Tensor | None]:
-    """Weight and bias gradient of ``y = x Wᵀ + b``: ``dW = dyᵀ x`` and ``db = Σ dy`` in one pass over dy.
+    """Weight and bias gradient of ``y = x Wᵀ + b``: ``dW = dyᵀ x`` and ``db = Σ dy``, in one pass over dy if faster.
 
     Args:
         dy: ``[*B, M, O]`` or ``[O]``: any leading dims, any strides; the gradients are sums over all of these rows.
