@@ -105,7 +105,7 @@ def cache_folder() -> Path:
 def locked(path: Path, seconds: float | None = None) -> Iterator[bool]:
     """Inside, no other process or thread holds the lock of this file, which is created and stays empty.
 
-    The system releases a lock when its process ends, however it does. Yields False where the lock was not free within
+    The system releases a lock when its process ends in any way. Yields False where the lock was not free within
     ``seconds``, and True where it is held, or where the file system has no locks, as one line of INFO says then.
 
     Raises:

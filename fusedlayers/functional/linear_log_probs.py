@@ -50,7 +50,7 @@ def linear_log_probs(
         softcap: c of ``c · tanh(logits / c)``, or None.
         logit_scale: factor of the logits before the softcap: the inverse of a temperature.
         return_entropy: return the entropy ``-Σ_c p_c log p_c`` of each token's distribution too.
-        recompute: in the backward pass, hold blocks of columns of the logits' gradient of 64 MiB instead of 512.
+        recompute: in the backward pass, compute the logits' gradient in blocks of columns of 64 MiB instead of 512.
 
     Returns:
         The log-probabilities ``[*B]``, or ``(log-probabilities, entropies)``, in float32 for operands of 16 bits. Both

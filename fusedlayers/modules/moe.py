@@ -56,7 +56,7 @@ class ExpertWeights(nn.Module):
                     nn.init.uniform_(each, -bound, bound)
 
     def arguments(self) -> dict[str, Any]:
-        """The arguments of ``functional.moe_ffn`` that they are, by name."""
+        """Weights, biases and their layout, as arguments of ``functional.moe_ffn``."""
         return {
             "w_up": getattr(self, self.first),
             "w_down": self.down_proj,

@@ -136,7 +136,7 @@ def traced_dropout_p(block: Any, path: str | None, is_module: bool) -> float:
 
 
 def traced_adapter(linear: Any, name: str) -> tuple[Any, ...] | None:
-    """A, B, what B adds to the bias, scale and dropout of an adapter; None if it is not the only active one."""
+    """A, B, what B adds to the bias, scale and dropout of an adapter; None unless it alone is active and unmerged."""
     if linear.merged_adapters or linear._disable_adapters or linear.lora_variant or len(linear.active_adapters) != 1:
         return None
     dropout, a, b = linear.lora_dropout[name], linear.lora_A[name], linear.lora_B[name]

@@ -47,7 +47,7 @@ def hidden_gradient(
     activation: str | None,
     bias: bool = True,
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
-    """``(dy W_down) ⊙ act'(z)``, with a gate the gradients of ``act(z_gate) ⊙ z``; with ``bias`` their row sums, too.
+    """``(dy W_down) ⊙ act'(z)``, with a gate the gradients of ``act(z_gate) ⊙ z``; with ``bias`` their sums, too.
 
     dy ``[*B, M, O]``, w_down ``[O, N]``, z and z_gate ``[*B, M, N]`` -> dz, dz_gate like z, db_up, db_gate ``[N]``.
     """

@@ -42,7 +42,7 @@ def moe_ffn(
 
     ``ffn_e(x) = act(x W_upᵀ + b_up) W_downᵀ + b_down`` with the weights of expert e; with a gate the hidden is
     ``act(x W_gateᵀ + b_gate) ⊙ (x W_upᵀ + b_up)``. The letters: M tokens, K d_model, N d_ff, E experts, k experts per
-    token. Rows are sorted by expert on the device: the host never synchronises, and a CUDA graph serves any routing.
+    token. Kernels sort rows by expert on the device: the host never synchronises, and a CUDA graph serves any routing.
     Deterministic.
 
     Args:
