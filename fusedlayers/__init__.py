@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if not Path(__file__).with_name("kernels").is_dir():
-    # In a clone the kernels lie beside this package, and whoever starts Python there imports the clone.
+    # In a clone the kernels are beside this package, and Python imports the clone if it is started there.
     __path__.append(str(Path(__file__).resolve().parents[1]))
 
 from . import functional
@@ -39,7 +39,7 @@ register_experts()
 
 
 def __getattr__(name: str) -> Any:
-    # torch's tensor parallelism takes a second to import: only those wait who ask for it.
+    # Imported on demand: torch's tensor parallelism takes a second to import.
     if name == "parallel":
         from importlib import import_module
 

@@ -2,11 +2,11 @@
 
     schema   1
     records  one for each GPU and all versions that its figures depend on:
-        gpu, processors, torch, compiler, sources   where they hold; sources is a digest of the kernels and of the rules
+        gpu, processors, torch, compiler, sources   the key; sources is a digest of the kernels and of the rules
         driver, toolchain, measured                 of the last run, for the reader; toolchain names the assembler
         entries  list of {operation, flags, sizes, replayed, choice, path, speed, spread, hash}
 
-The hash of an entry is that of all its figures and of where they hold, so that what was edited, or put into another
+The hash of an entry covers all its figures and the record's key, so that an entry that was edited, or moved to another
 record, is not trusted. Files of a team, or of an image, are merged: of two entries for one problem the slower counts.
 """
 
@@ -39,7 +39,7 @@ Json = dict[str, Any]
 
 
 def calibration_file() -> Path:
-    """Where it lies.
+    """The path of the record.
 
     Raises:
         ValueError: no home folder is known.
@@ -62,7 +62,7 @@ def on_record(facts: Device) -> Calibration | None:
 
 
 def place_of(facts: Device) -> Place:
-    """Where figures hold: the device, and all versions that they depend on.
+    """The key of a record: the device, and all versions that its figures depend on.
 
     The assembler is not among them: it comes with Triton, and changes within a process that calls ``torch.compile``.
     """
@@ -70,7 +70,7 @@ def place_of(facts: Device) -> Place:
 
 
 def add(facts: Device, entries: Collection[Entry], driver: str | None) -> Path:
-    """Puts entries on record, in place of earlier ones for the same problems, and returns the file.
+    """Records entries, which replace earlier ones for the same problems, and returns the file.
 
     Raises:
         OSError, ValueError: the file cannot be written.
@@ -93,7 +93,7 @@ def add(facts: Device, entries: Collection[Entry], driver: str | None) -> Path:
 
 
 def merge(paths: Sequence[Path]) -> tuple[int, int]:
-    """Puts the records of other files beside one's own: (entries that are new or slower, those not trusted).
+    """Merges the records of other files into the user's: (entries that are new or slower, entries not trusted).
 
     Raises:
         ValueError: a file cannot be read, or is no record; the message names it, and nothing was merged.
@@ -122,7 +122,7 @@ def merge(paths: Sequence[Path]) -> tuple[int, int]:
 
 
 def export(path: Path) -> int:
-    """Writes all that is on record into a file, for others to merge: how many entries.
+    """Writes the whole record into a file, for others to merge; returns the number of entries.
 
     Raises:
         ValueError: nothing is on record, or what there is cannot be read.
@@ -149,7 +149,7 @@ def read(path: Path) -> list[Json]:
 
 
 def checked(found: Any) -> list[Json]:
-    """The records of what a file holds, each with what is known of it alone.
+    """The checked records in a file's contents, without unknown keys.
 
     Raises:
         ValueError: it is no record.
@@ -162,7 +162,7 @@ def checked(found: Any) -> list[Json]:
 
 
 def trusted(record: Json) -> list[Entry]:
-    """The entries of a record whose figures are those that were measured."""
+    """The entries of a record whose hash fits."""
     place = _place(record)
     return [_entry(entry) for entry in record["entries"] if entry["hash"] == _hash(entry, place)]
 
@@ -227,7 +227,7 @@ def _is_flag(value: object) -> bool:
 
 
 _Expected = dict[str, Callable[[Any], bool]]
-# What each part of a record and of an entry is; a file may hold anything.
+# Checks of the fields of a record and of an entry, as a file may hold anything.
 _RECORD: _Expected = {
     "gpu": _is_text,
     "processors": _is_size,

@@ -20,9 +20,9 @@ from .kernels import hopper
 from .kernels.device import HAS_TRITON, RELEASE, compiled_folder, interpreted, toolchain
 from .planning import Device
 
-# What tests and the self-test assume instead of what is asked.
+# Facts that tests and the self-test assume instead of the device's own.
 _assumed: dict[str, Any] = {}
-# Whether what was measured on a device is read with its facts.
+# Whether calibrations are among a device's facts.
 _calibrated = True
 
 
@@ -34,7 +34,7 @@ def describe(device: torch.device) -> Device:
 
 @cache
 def torch_has_grouped_products(device: torch.device) -> bool:
-    """Whether torch multiplies groups of bfloat16 rows on ``device`` in one product that waits for nothing."""
+    """Whether torch has a grouped product of bfloat16 rows on ``device`` that does not synchronise."""
     if not hasattr(torch, "_grouped_mm"):
         return False
     return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 0)
@@ -42,7 +42,7 @@ def torch_has_grouped_products(device: torch.device) -> bool:
 
 @contextmanager
 def assumed(**facts: Any) -> Iterator[None]:
-    """Every device is described with these facts for a while, as if it had fewer SMs for example."""
+    """Inside, every device is described with these facts, for example as if it had fewer SMs."""
     before = dict(_assumed)
     _assumed.update(facts)
     try:
@@ -81,7 +81,7 @@ def _describe(device: torch.device) -> Device:
 
 
 def test_release(facts: Device, device: torch.device) -> None:
-    """Tests an unknown release of Triton on ``device``, unless that was done; the device is described anew then."""
+    """Tests an unknown release of Triton on ``device``, unless that was done, and refreshes the device's facts."""
     releases.test(facts, device)
     _describe.cache_clear()
 
@@ -94,7 +94,7 @@ def why_nothing_compiles() -> str | None:
     """
     folder = compiled_folder()
     try:
-        # Triton leaves a home folder that nobody knows as "~", which would be made in the working folder.
+        # Triton does not expand an unknown home folder: "~" would be created in the working folder.
         if not folder or folder.startswith("~"):
             raise ValueError(f"{folder!r}: no home folder is known")
         check_folder(Path(folder))
@@ -106,7 +106,7 @@ def why_nothing_compiles() -> str | None:
     except OSError as error:
         return f"{reason}, nor in a temporary folder: {error.strerror}"
     atexit.register(temporary.cleanup)
-    # The variable, as compilers that torch.compile starts in other processes read it, too.
+    # The environment variable, because the compile workers of torch.compile read it, too.
     os.environ["TRITON_CACHE_DIR"] = temporary.name
     say_once(f"{reason}; this process keeps them in {temporary.name}")
     return None
@@ -114,7 +114,7 @@ def why_nothing_compiles() -> str | None:
 
 @contextmanager
 def uncalibrated() -> Iterator[None]:
-    """What was measured on devices is unknown for a while, as if nothing had been; what is recorded then is known."""
+    """Inside, devices have no calibrations; what is recorded meanwhile counts afterwards."""
     global _calibrated
     _calibrated = False
     _describe.cache_clear()
@@ -126,7 +126,7 @@ def uncalibrated() -> Iterator[None]:
 
 
 def records() -> str:
-    """Which state of the user's records there is, by their sizes and times of change; empty without any."""
+    """The state of the user's records, by their sizes and modification times; empty without any."""
     return "".join(f" {state}" for file in (FAILURES, calibrations.FILE, releases.RECORD) if (state := file.state))
 
 
@@ -138,9 +138,9 @@ def failures_on_record(facts: Device) -> frozenset[str]:
 
 
 def record_failures(facts: Device, names: Collection[str], tested: Collection[str] | None = None) -> Path | None:
-    """Replaces what is on record for such a device, and returns the file; None where there was and is nothing.
+    """Replaces the recorded failures of such a device, and returns the file; None if there were and are none.
 
-    ``tested`` are the configurations of a test of some; what is on record of others stays.
+    ``tested``: the configurations of a partial test; records of others stay.
 
     Raises:
         OSError, ValueError: the file cannot be written.
@@ -165,7 +165,7 @@ def _place(facts: Device) -> str:
 
 
 def _checked(record: Any) -> dict[str, list[str]]:
-    """What the self-test recorded: the configurations that failed, by where they did.
+    """What the self-test recorded: the configurations that failed, by device and toolchain.
 
     Raises:
         ValueError: it is no such record.

@@ -23,7 +23,7 @@ except ImportError:
 
 logger = logging.getLogger("fusedlayers")
 
-# Seconds between two looks at a lock that may be held for long.
+# Seconds between two attempts to take a lock that may be held for long.
 _PATIENCE = 0.2
 
 Contents = TypeVar("Contents")
@@ -31,10 +31,10 @@ Contents = TypeVar("Contents")
 
 @dataclass(frozen=True)
 class CacheFile(Generic[Contents]):
-    """A JSON file of the library's own in the user's cache folder; ``checked`` says what its contents are.
+    """A JSON file of the library in the user's cache folder; ``checked`` validates its contents.
 
-    It is optional: where it cannot be read, or is not what it should be, one line of INFO says so, and a call goes on
-    as if there were none. ``checked`` raises a ValueError for contents that are not right.
+    It is optional: one that cannot be read, or is not valid, counts as missing, and one line of INFO says so.
+    ``checked`` raises a ValueError for contents that are not valid.
     """
 
     name: str
@@ -42,7 +42,7 @@ class CacheFile(Generic[Contents]):
 
     @property
     def path(self) -> Path:
-        """Where it lies, whether it is there or not.
+        """Its path, whether it exists or not.
 
         Raises:
             ValueError: no home folder is known.
@@ -50,7 +50,7 @@ class CacheFile(Generic[Contents]):
         return cache_folder() / self.name
 
     def read(self) -> Contents | None:
-        """Its contents; None where there are none that can be used."""
+        """Its contents; None where it is missing or unusable."""
         try:
             found = _read_optional(self.path)
         except FileNotFoundError:
@@ -66,7 +66,7 @@ class CacheFile(Generic[Contents]):
         return None
 
     def update(self, change: Callable[[Contents | None], object]) -> Path:
-        """Puts what ``change`` makes of the contents in their place; other processes wait, so that none is lost.
+        """Replaces the contents by ``change(contents)``, under a lock, so that no process's change is lost.
 
         Raises:
             OSError, ValueError: the file cannot be written.
@@ -103,13 +103,13 @@ def cache_folder() -> Path:
 
 @contextmanager
 def locked(path: Path, seconds: float | None = None) -> Iterator[bool]:
-    """Inside, no other process or thread holds the lock of this file, which is made and stays empty.
+    """Inside, no other process or thread holds the lock of this file, which is created and stays empty.
 
-    The system gives a lock back when its process ends, however it does. Yields False where the lock was not free within
+    The system releases a lock when its process ends in any way. Yields False where the lock was not free within
     ``seconds``, and True where it is held, or where the file system has no locks, as one line of INFO says then.
 
     Raises:
-        OSError: the file cannot be made.
+        OSError: the file cannot be created.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a") as file:
@@ -119,7 +119,7 @@ def locked(path: Path, seconds: float | None = None) -> Iterator[bool]:
 def write_json(value: object, path: Path) -> None:
     """``value`` as JSON; another process never reads half of it."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    # The number of the process alone may be that of another one in another container.
+    # A process in another container may have the same process id.
     unfinished = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}")
     try:
         unfinished.write_text(json.dumps(value, indent=1, allow_nan=False) + "\n", encoding="utf-8")
@@ -130,7 +130,7 @@ def write_json(value: object, path: Path) -> None:
 
 
 def read_json(path: Path, expected: str = "JSON") -> Any:
-    """What a file of JSON holds.
+    """The contents of a JSON file.
 
     Raises:
         ValueError: it cannot be read, or is not what is ``expected``; the message begins with the file.
@@ -146,14 +146,14 @@ def read_json(path: Path, expected: str = "JSON") -> Any:
 
 
 def check_folder(folder: Path) -> None:
-    """Try whether files can be written into a folder or, if there is none, where it would be made; leaves nothing.
+    """Checks that files can be written into a folder or, without one, where it would be created; leaves nothing.
 
     Raises:
         ValueError: they cannot; the message begins with the folder.
     """
     there = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
     try:
-        # Permissions alone do not tell: root may do everything, and yet file systems are read-only.
+        # Permissions alone do not tell: root has all of them on a read-only file system, too.
         with tempfile.TemporaryFile(dir=there):
             pass
     except OSError as error:
@@ -163,12 +163,12 @@ def check_folder(folder: Path) -> None:
 
 @cache
 def say_once(message: str) -> None:
-    """One line of INFO, however often the reason for it is met in a process."""
+    """One line of INFO per message and process."""
     logger.info(message)
 
 
 def _lock(descriptor: int, path: Path, deadline: float | None) -> bool:
-    """Whether the lock is held at the end; the file gives it back as it is closed."""
+    """Takes the lock, which closing the file releases; False if the deadline passed."""
     if fcntl is None:
         say_once(f"{path.parent}: this system has no locks for files, so processes may lose each other's records")
         return True
@@ -190,7 +190,7 @@ def _lock(descriptor: int, path: Path, deadline: float | None) -> bool:
 
 
 def _read_optional(path: Path) -> Any:
-    """What a file of JSON holds.
+    """The contents of a JSON file.
 
     Raises:
         FileNotFoundError: there is none, as on most machines.
@@ -201,9 +201,9 @@ def _read_optional(path: Path) -> Any:
     except (FileNotFoundError, NotADirectoryError) as error:
         raise FileNotFoundError from error
     except OSError as error:
-        # As of the folder, so that all of its files cost one line together.
+        # Names the folder, so that all of its files cost one line together.
         raise ValueError(f"{path.parent}: cannot be read: {error.strerror}") from error
     if not stat.S_ISREG(mode):
-        # To open a pipe would wait for whoever writes into it.
+        # Opening a pipe would block until somebody writes into it.
         raise ValueError(f"{path}: expected a file of JSON")
     return read_json(path)

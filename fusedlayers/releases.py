@@ -1,9 +1,9 @@
 """Whether kernels are trusted under this release of Triton: a known one, or one that passed a self-test on this GPU.
 
 A release that is not known is tested once for each GPU and toolchain: one call of every kernel, in another process,
-before auto mode takes the first kernel. What came of it lies in the user's cache folder. Where it failed, did not end,
-or cannot be recorded, auto mode runs torch's operations, and one WARNING says so. Without a place for the record
-nothing is tested: every process of every job would pay for that again.
+before auto mode takes the first kernel. The outcome is recorded in the user's cache folder. Where the test fails, does
+not end, or cannot be recorded, auto mode runs torch's operations, and one WARNING says so. If that folder cannot be
+written nothing is tested, because every process of every job would pay for it again.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from .planning import Device
 
 logger = logging.getLogger("fusedlayers")
 
-# What tests every configuration, and lifts the verdict of the short test.
+# The full self-test tests every configuration, and overrides the verdict of the short one.
 _HOW = "python -m fusedlayers.bench selftest tests every kernel, and those that pass run from then on"
-# Seconds that the short test may take, of some 20 that it takes.
+# Timeout of the short test in seconds; it takes about 20.
 LIMIT = 300.0
 
-# What came of tests that left no record, by their place, and what to do about it.
+# Outcomes of tests that could not be recorded, by their key, and what to do about them.
 _unrecorded: dict[str, tuple[str, str]] = {}
 _one_at_a_time = threading.Lock()
 
 
 def standing(facts: Device) -> dict[str, Any]:
-    """What the release of Triton changes of a GPU's facts: nothing where it is known, or no kernel would be taken."""
+    """The facts of a GPU that the release of Triton changes: none if it is known, or no kernel would be taken."""
     if release_is_known() or not facts.triton or not facts.measured:
         return {}
     place = _place(facts)
@@ -53,7 +53,7 @@ def standing(facts: Device) -> dict[str, Any]:
 
 
 def test(facts: Device, device: torch.device) -> None:
-    """Runs the short self-test on ``device``, unless it was run before; :func:`standing` tells what came of it."""
+    """Runs the short self-test on ``device``, unless it was run before; :func:`standing` tells the outcome."""
     place = _place(facts)
     with _one_at_a_time:
         if place in _unrecorded:
@@ -77,7 +77,7 @@ def test(facts: Device, device: torch.device) -> None:
 
 
 def record(facts: Device, outcome: str = "") -> None:
-    """Puts on record what came of a test: an empty outcome is a pass, or that what failed is recorded by itself.
+    """Records the outcome of a test: empty for a pass, or where failed configurations have their own record.
 
     Raises:
         OSError, ValueError: the file cannot be written.
@@ -103,17 +103,17 @@ def command(device: torch.device) -> Sequence[str]:
 
 
 def _outcome(facts: Device, device: torch.device) -> str:
-    """What came of the short self-test: empty for a pass, or words that follow the name of the release.
+    """The outcome of the short self-test: empty for a pass, or words that follow the name of the release.
 
     Raises:
-        OSError, ValueError: it could not be run, so that nothing came of it.
+        OSError, ValueError: it could not be run.
     """
     logger.warning(
         "%s is none of the releases that the kernels are known to compile with: they are tested on %s in another "
         "process, once, which takes about half a minute",
         compiler(), facts.name,
     )  # fmt: skip
-    # In a session of its own, so that the processes that it starts end with it.
+    # In a session of its own, so that the processes that it starts can be killed with it.
     process = subprocess.Popen(
         command(device), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         errors="replace", start_new_session=True,
@@ -130,7 +130,7 @@ def _outcome(facts: Device, device: torch.device) -> str:
         return ""
     lines = [line.strip() for line in said.splitlines() if line.strip()]
     failed = next((number for number, line in enumerate(lines) if line.startswith("FAILED ")), None)
-    # Memory that others have taken says nothing about the release, nor does a process that could not begin.
+    # Neither a lack of memory nor a process that could not start says anything about the release.
     if failed is None or "out of memory" in said:
         raise ValueError(f"the self-test could not be run ({lines[-1] if lines else f'status {process.returncode}'})")
     first = " ".join(lines[failed : failed + 2]).removeprefix("FAILED ")
@@ -138,7 +138,7 @@ def _outcome(facts: Device, device: torch.device) -> str:
 
 
 def _end(process: subprocess.Popen[str]) -> None:
-    """Ends the process and all that it has started."""
+    """Kills the process and all that it has started."""
     os.killpg(process.pid, signal.SIGKILL)
     process.communicate()
 
@@ -147,12 +147,12 @@ def _place(facts: Device) -> str:
     return f"{facts.name}, {toolchain(facts.architecture)}, sources {_sources()}"
 
 
-# Kernels that change are to be tested again.
+# Part of the key, so that changed kernels are tested again.
 _sources = cache(sources.kernels_and_rules)
 
 
 def _checked(found: Any) -> dict[str, str]:
-    """What came of tests, by their place.
+    """The outcomes of tests, by their key.
 
     Raises:
         ValueError: it is no such record.

@@ -1,4 +1,4 @@
-"""The package's own Python files, by which one state of it is told from another."""
+"""The package's own Python files, whose digests identify a state of it."""
 
 import hashlib
 from collections.abc import Iterator
@@ -31,6 +31,6 @@ def kernels_and_rules() -> str:
 
 
 def stamp() -> str:
-    """A digest of sizes and times of change: another one for every installation, without a file being read."""
+    """A digest of sizes and modification times, which differs between installations and reads no file."""
     facts = [(name, path.stat().st_size, path.stat().st_mtime_ns) for name, path in python_files()]
     return hashlib.sha256(repr(facts).encode()).hexdigest()[:16]

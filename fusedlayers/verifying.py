@@ -1,4 +1,4 @@
-"""`verify`: is what runs here right? Results and gradients against float64 and against torch, on the user's machine.
+"""`verify`: compares results and gradients with float64 and with torch, on the user's machine.
 
 Each of the three runs works on a copy of its own: ours; the same module with torch's own arithmetic (`restore`, and
 ``reference`` for the layers of this library); and that in float64. The verdict is that of :mod:`.closeness`.
@@ -34,7 +34,7 @@ _TORCH_ALONE = {"FUSEDLAYERS_BACKEND": "torch", "FUSEDLAYERS_STRICT": "0"}
 
 @dataclass(frozen=True, repr=False)
 class Verification:
-    """What `verify` found: a verdict for every result and gradient. Prints as a table.
+    """The verdicts of `verify` on every result and gradient. Prints as a table.
 
     ``paths`` counts the calls that took each path: what ran through torch was compared with torch.
     """
@@ -47,9 +47,9 @@ class Verification:
     def ok(self) -> bool:
         """Whether every result and gradient is as close to float64 as torch's, by the rule of ``closeness``.
 
-        What it proves holds for these inputs on this device, and for the paths that ``paths`` counts: where these are
-        all torch's own, no kernel of this library ran, and torch was compared with torch. Tensors too small to judge
-        do not count, and empty and zero ones only beside others: where nothing else is left nothing was found right.
+        It holds for these inputs on this device, and for the paths that ``paths`` counts: where these are all torch's
+        own, no kernel of this library ran, and torch was compared with torch. Tensors too small to judge do not count,
+        empty and zero ones only beside others; False if none counts.
         """
         judged = [verdict.ok for verdict in self.verdicts if verdict.judged]
         return bool(judged) and all(judged)
@@ -86,7 +86,7 @@ class Verification:
 
     @property
     def _torch_alone(self) -> bool:
-        """Whether every call went through torch's own expression, as far as there was any."""
+        """Whether every call went through torch's own expression; True without calls."""
         taken = [name.rsplit(" ", 1) for name in self.paths]
         return all(path in OPERATIONS[operation].torch_paths for operation, path in taken)
 
@@ -195,7 +195,7 @@ def _why_apart(
 ) -> str | None:
     """Why torch's results are no yardstick: they differ from those in float64 by far more than rounding; or None.
 
-    Gradients are not asked: one that cancels to zero, as that of an attention's key bias, is rounding alone.
+    Gradients are not checked: one that cancels to zero, as that of an attention's key bias, is rounding alone.
     """
     for name, result in theirs.items():
         exact = truth[name]
@@ -218,7 +218,7 @@ def _perhaps_unlucky(verdict: Closeness) -> bool:
 
 
 def _judged(verdict: Closeness, theirs: Tensor | None, truth: Tensor | None, dtype: torch.dtype | None) -> Closeness:
-    """The verdict, or that of a tensor with so few elements that the rule lets a tenth too much pass for it."""
+    """The verdict; "not judged" if the tensor has so few elements that numbers 1.1 times the right ones would pass."""
     if not verdict.ok or theirs is None or truth is None or not 0 < theirs.numel() < TILE * TILE or not truth.any():
         return verdict
     wrong = (truth * _WRONG).to(theirs.dtype)
@@ -232,7 +232,7 @@ def _judged(verdict: Closeness, theirs: Tensor | None, truth: Tensor | None, dty
 def _beside_others(verdicts: Mapping[str, Closeness], truth: Mapping[str, Tensor | None]) -> dict[str, Closeness]:
     """The verdicts; those of empty and zero tensors are not judged where no other one was.
 
-    Beside others zeros tell that nothing was added to them; alone, a call that computes nothing would pass, too.
+    Beside others, zeros show that nothing was added to them; alone, a call that computes nothing would pass, too.
     """
     numbers = {key: each is not None and bool(each.any()) for key, each in truth.items()}
     if any(verdict.judged and (numbers[key] or not verdict.ok) for key, verdict in verdicts.items()):
@@ -247,9 +247,9 @@ def _beside_others(verdicts: Mapping[str, Closeness], truth: Mapping[str, Tensor
 
 
 _FEW = 16
-# What a verdict must tell from the right numbers: as much as a forgotten scale of dropout is.
+# The factor that a verdict must tell from the right numbers: as large as a forgotten scale of dropout.
 _WRONG = 1.1
-# Further upstream gradients that judge again, together, a gradient that fails with the first one.
+# How many further upstream gradients judge, together, a gradient that fails with the first one.
 _AGAIN = 7
 
 
@@ -312,7 +312,7 @@ _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_O
 
 
 def _upstream(result: Tensor, seed: int) -> Tensor:
-    """N(0, 1), the same numbers for the result in every dtype: those that 16 bits hold."""
+    """N(0, 1), rounded to bfloat16, so that the numbers are the same in every dtype of the result."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(result.shape, generator=generator).to(torch.bfloat16).to(result.device, result.dtype)
 
@@ -336,7 +336,7 @@ def _random_states(devices: list[int]) -> list[Tensor]:
 
 
 def _coarsest(tensors: list[Tensor]) -> torch.dtype | None:
-    """The dtype with the largest rounding that the computation goes through, autocast's too; None for the results'."""
+    """The coarsest dtype that the computation rounds to, autocast's too; None stands for that of the results."""
     found = {tensor.dtype for tensor in tensors if tensor.is_floating_point()}
     kinds = {tensor.device.type for tensor in tensors}
     found |= {torch.get_autocast_dtype(kind) for kind in kinds if torch.is_autocast_enabled(kind)}

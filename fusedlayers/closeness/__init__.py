@@ -26,8 +26,8 @@ exact says nothing about how exact a right kernel must be. Two corrections, both
 Where single errors decide a tile, as in the gradient of a model's embedding, whose rows are those of a few tokens each,
 several *draws* can be judged together: results of the same computation for other random inputs, whose errors in one
 place count as those of one larger tile. And where there are so many tiles that one of 100,000 is over its limit by
-chance, further draws can be judged *again*: a fault stays in its place, chance does not. What is over a limit then is
-what is over it both times, or once by more than twice.
+chance, further draws can be judged *again*: a fault stays in its place, chance does not. A tile then fails if it is
+over its limit both times, or once by more than twice.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ def compare(
 
 
 class Evidence:
-    """What draw after draw tells of one result: :func:`compare` for several draws, one of which is in memory at a time.
+    """Collects draws of one result: :func:`compare` for several draws, only one of which is in memory at a time.
 
     Args:
         name, computed_in: as for :func:`compare`.
@@ -167,7 +167,7 @@ class Evidence:
         self._tiles = tiles if self._tiles is None else self._tiles.beside(tiles)
 
     def verdict(self, independent: int | None = None, again: Evidence | None = None) -> Closeness:
-        """That on all draws together; ``independent`` is that of one of them; ``again`` are further draws."""
+        """The verdict on all draws together; ``independent`` is that of one draw; ``again``: further draws."""
         name = self.name
         if self._fault is not None:
             return self._fault
@@ -213,12 +213,12 @@ class Evidence:
         return torch.finfo(self.computed_in or self._dtype)
 
 
-# More than so many times a limit is no chance, however seldom it happens.
+# Beyond this multiple of a limit even one draw is a fault, not chance.
 _NO_CHANCE = 2.0
 
 
 def _both_times(first: Tensor, second: Tensor) -> Tensor:
-    """The smaller share of a limit, or the larger one where it is no chance."""
+    """The smaller share of a limit, or the larger one if it is above ``_NO_CHANCE``."""
     more = torch.maximum(first, second)
     return torch.where(more > _NO_CHANCE, more, torch.minimum(first, second))
 
@@ -277,7 +277,7 @@ def compare_draws(
     computed_in: torch.dtype | None = None,
     independent: int | None = None,
 ) -> dict[str, Closeness]:
-    """:func:`compare_all` of several draws together, one of which need be in memory at a time, and of those ``again``.
+    """:func:`compare_all` of several draws together, and of further ones ``again``; one draw is in memory at a time.
 
     ``independent`` is that of one draw; raises as :func:`compare_all` does.
     """
@@ -289,7 +289,7 @@ def compare_draws(
 def _evidence(
     draws: Iterable[tuple[Results, Results, Results]], computed_in: torch.dtype | None
 ) -> tuple[dict[str, Evidence], dict[str, Closeness]]:
-    """What all draws tell of each result, and what is red as a gradient is missing."""
+    """The evidence of all draws on each result, and red verdicts where only one side has a gradient."""
     evidence: dict[str, Evidence] = {}
     reds: dict[str, Closeness] = {}
     for actual, torch_results, references in draws:
@@ -332,7 +332,7 @@ def red(name: str, reason: str) -> Closeness:
 
 
 def _index(position: int, shape: Sequence[int]) -> tuple[int, ...]:
-    """That of the ``position``-th element of dimensions of this shape."""
+    """The index of the ``position``-th element in this shape."""
     index: list[int] = []
     for size in reversed(shape):
         position, place = divmod(position, size)

@@ -1,4 +1,4 @@
-"""The statistics of errors that the rule is about: those of tiles, of the whole tensor, and of several draws."""
+"""The error statistics of the rule: of tiles, of the whole tensor, and of several draws."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ class Populations:
         return self._as_one(lambda statistic: statistic.reshape(-1, 1))
 
     def beside(self, other: Populations) -> Populations:
-        """The groups of two draws as one, each with that in its place."""
+        """Two draws as one: every group is merged with the other draw's group at the same index."""
         both = {each.name: torch.stack([getattr(self, each.name), getattr(other, each.name)]) for each in fields(self)}
         return Populations(**both)._as_one(lambda statistic: statistic)
 
     def _as_one(self, stacked: Callable[[Tensor], Tensor]) -> Populations:
-        """Over the first dimension of the statistics as they are ``stacked``."""
+        """Merges groups over the first dimension of each ``stacked`` statistic."""
         found = {}
         for each in fields(self):
             statistic = stacked(getattr(self, each.name))
@@ -61,7 +61,7 @@ def _steps(shape: torch.Size, rows_per_step: int) -> list[tuple[slice, slice]]:
 def special_value_difference(
     actual: Tensor, torch_result: Tensor, reference: Tensor
 ) -> tuple[tuple[int, int, int], int] | None:
-    """First index and number of elements where NaN, +Inf or -Inf is in one of ours and torch's and not in the other."""
+    """First index and number of the elements where only one of ours and torch's is NaN, +Inf or -Inf."""
     first: tuple[int, int, int] | None = None
     count = 0
     for matrices, rows in _steps(actual.shape, TILE):

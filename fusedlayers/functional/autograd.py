@@ -1,7 +1,7 @@
-"""The kernels of any operation under autograd: one Function, and upstream gradients as kernels read them.
+"""The autograd Function of every operation, and upstream gradients in the layout that kernels read.
 
-Custom operations have formulas of their own: their calls without gradients pass autograd by, and what they run may need
-it all the same.
+Custom operations register their own formulas: calls without gradients bypass autograd (:class:`DirectCalls`), and code
+inside an operation may use it (:func:`autograd_in_reach`).
 """
 
 from collections.abc import Callable, Sequence
@@ -18,7 +18,7 @@ from .last_pass import hooks_are_set, may_be_overwritten
 
 
 def dense(gradient: Tensor | None) -> Tensor | None:
-    """An upstream gradient without a layout of its own, as ``torch.gather(sparse_grad=True)`` gives it one."""
+    """An upstream gradient as a strided tensor; ``torch.gather(sparse_grad=True)`` gives sparse ones."""
     return gradient if gradient is None or gradient.layout is torch.strided else gradient.to_dense()
 
 
@@ -32,12 +32,12 @@ def contiguous(gradient: Tensor | None) -> Tensor | None:
         return gradient.contiguous()
     if 1 in gradient.shape:
         gradient = gradient.view(-1).view(gradient.shape)  # an axis of one element may have had any stride
-    # A part of a larger tensor may start anywhere; what is copied starts aligned.
+    # A slice may be misaligned; a copy is aligned.
     return gradient.clone() if gradient.data_ptr() & ALIGNMENT_MASK else gradient
 
 
 def _layouts(saved: Sequence[Tensor | None]) -> list[Any]:
-    """What all of them are and how they lie, as far as kernels mind; in one step, as every backward pass asks."""
+    """(dtype, shape, strides, misalignment) of each tensor; in one step, as every backward pass compares them."""
     return [
         None if each is None else (each.dtype, each.shape, each.stride(), each.data_ptr() & ALIGNMENT_MASK)
         for each in saved
@@ -53,14 +53,14 @@ def _version(operand: Tensor) -> int:
 
 
 class _Function(torch.autograd.Function):
-    """The kernels of any operation under autograd: the operands follow the prepared call."""
+    """Any operation under autograd; ``apply`` takes the prepared call and the operands."""
 
     @staticmethod
     def forward(ctx: Any, call: Any, *operands: Any) -> Any:
         ctx.call = call
         wanted = call.wanted
         if not wanted:
-            # All follow from what the call was recognised by. The last is what other threads look for.
+            # All of these follow from the call's key. ``wanted`` is set last, because other threads test it.
             wanted = ctx.needs_input_grad[1:]
             call.kept = call.operation.kept(wanted)
             call.unread = [place for place in call.operation.unread(call, wanted) if operands[place] is not None]
@@ -84,10 +84,10 @@ class _Function(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Any, ...]:
         call, saved = ctx.call, ctx.saved_tensors
-        # Before another tuple holds them, too.
+        # Counts references, so it comes before another tuple holds the saved tensors.
         last = call.operation.last_backward is not None and may_be_overwritten(saved, len(call.kept), ctx.hooked)
-        # Hooks of saved tensors may have brought back tensors that lie otherwise, and so may an assignment to .data.
-        # What kernels made for themselves they read as they made it.
+        # Saved-tensor hooks or an assignment to .data may have changed layouts. Kernels read what they saved themselves
+        # as contiguous tensors.
         if (layouts := _layouts(saved)) != call.layouts:
             for found, kept in zip(layouts, call.layouts, strict=True):
                 if found[:2] != kept[:2] if found and kept else found is not kept:
@@ -111,8 +111,7 @@ class _Function(torch.autograd.Function):
         return None, *call.operation.gradients(call, saved, ctx.needs_input_grad[1:], upstream, last=last)
 
 
-# Function.apply itself looks through its arguments for wrappers that an ended transform of torch.func has left behind;
-# operands under a transform never come here.
+# Function.apply first unwraps dead functorch wrappers among its arguments; operands under a transform never get here.
 apply: Callable[..., Any] = super(torch.autograd.Function, _Function).apply
 
 
@@ -120,17 +119,16 @@ _AUTOGRAD = torch._C.DispatchKeySet(torch._C.DispatchKey.AutogradFunctionality)
 
 
 def autograd_in_reach() -> AbstractContextManager[Any]:
-    """A context in which autograd differentiates, also within a custom operation, below which it is out of reach."""
+    """A context in which autograd works even inside a custom operation, where its dispatch keys are excluded."""
     include, exclude = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
     guard: AbstractContextManager[Any] = torch._C._ForceDispatchKeyGuard(include, exclude - _AUTOGRAD)
     return guard
 
 
 class DirectCalls:
-    """Registers an operation's formula for autograd such that calls without gradients ``run`` its kernels at once.
+    """Registers an operation's autograd formula so that calls without gradients ``run`` the kernels directly.
 
-    Compiled graphs make no others. The formula itself asks the dispatcher once more for the kernels, which takes as
-    long as it takes to launch them.
+    Compiled graphs make only such calls. The formula would redispatch, which takes as long as launching the kernels.
     """
 
     def __init__(self, library: torch.library.Library, run: Callable[..., list[Tensor]]) -> None:

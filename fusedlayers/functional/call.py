@@ -1,8 +1,8 @@
-"""What surrounds a call and decides how it runs, read as cheaply as can be: small calls wait for the host.
+"""The state around a call that decides how it runs, read cheaply, because small calls are host-bound.
 
-A call that torch runs should cost the host little more than torch's own. So everything that a choice of path depends on
-is gathered once into a key, and whoever meets the key again skips the checks, the planning, and all that follows from
-shapes and layouts.
+A call that torch runs should cost the host little more than torch's own. So everything that the choice of a path
+depends on is gathered into a key, and a call with a known key skips checks, planning, and all that follows from shapes
+and layouts.
 """
 
 import sys
@@ -23,12 +23,12 @@ from ..kernels.launching import ALIGNMENT_MASK
 from .operands import autocast_dtype, compute_dtype, input_precision
 from .switches import switches
 
-# torch.cuda's own function in Python calls this one.
+# What torch.cuda's function in Python calls.
 _is_capturing: Callable[[], bool] = getattr(
     torch._C, "_cuda_isCurrentStreamCapturing", torch.cuda.is_current_stream_capturing
 )
 PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)
-# The tensors that stand for plain ones while a call is traced, and the modes that do so.
+# Tensors that stand for plain ones in a trace, and the modes that trace.
 _TRACED_TENSORS = (FakeTensor, FunctionalTensor)
 _TRACERS = (FakeTensorMode, FunctionalTensorMode, ProxyTorchDispatchMode)
 _PLAIN_OPTIONS = frozenset({str, bool, int, float, type(None)})
@@ -37,25 +37,25 @@ _PLAIN_OPTIONS = frozenset({str, bool, int, float, type(None)})
 def observed() -> bool:
     """Whether a dispatch mode sees the operations of this call.
 
-    torch.compile, torch.export, make_fx, FLOP counters, selective checkpointing and modes of the user's: a kernel that
-    is launched past torch's dispatcher would be lost to all of them.
+    torch.compile, torch.export, make_fx, FLOP counters, selective checkpointing and modes of users do not see a kernel
+    that is launched past torch's dispatcher.
     """
     return bool(_len_torch_dispatch_stack())
 
 
 def traced() -> bool:
-    """Whether the operations of this call are written down for later, and its tensors hold no numbers yet."""
+    """Whether this call is traced, so that its tensors hold no data."""
     return observed() and any(isinstance(mode, _TRACERS) for mode in _get_current_dispatch_mode_stack())
 
 
 def recorded_later() -> bool:
-    """Whether torch.compile records what it compiles now into CUDA graphs (``mode="reduce-overhead"``)."""
+    """Whether torch.compile captures what it compiles now into CUDA graphs (``mode="reduce-overhead"``)."""
     config = sys.modules.get("torch._inductor.config")
     return config is not None and bool(config.triton.cudagraphs)
 
 
 def captured(device: torch.device) -> bool:
-    """Whether this call is being recorded into a CUDA graph, or compiled to be."""
+    """Whether this call is being captured into a CUDA graph, or compiled to be."""
     if device.type != "cuda":
         return False
     return recorded_later() if observed() else _is_capturing()
@@ -64,9 +64,9 @@ def captured(device: torch.device) -> bool:
 def transformed(*tensors: Tensor | None) -> bool:
     """Whether this call happens inside a transform of torch.func, or while forward-mode derivatives are taken.
 
-    Also whether one of ``tensors`` is a batch of upstream gradients, of autograd's ``is_grads_batched``.
+    Also whether one of ``tensors`` is a batch of upstream gradients (autograd's ``is_grads_batched``).
     """
-    # Dual tensors are plain by their type, and need not want a gradient.
+    # Dual tensors have a plain type, and need not require a gradient.
     if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
         return True
     return any(tensor is not None and torch._C._functorch.is_legacy_batchedtensor(tensor) for tensor in tensors)
@@ -80,8 +80,8 @@ def wants_gradient(*tensors: Tensor | None) -> bool:
 def subclass_of(*tensors: Tensor | None) -> str:
     """The name of the first tensor subclass among these (DTensor, quantised, ...), or an empty string.
 
-    The tensors of torch.func's transforms are plain by their type alone, and so are those whose memory holds their
-    negatives, as the imaginary part of a conjugate does.
+    Tensors of torch.func's transforms and negated views, such as the imaginary part of a conjugate, have a plain type,
+    but count as subclasses; so do other layouts than strided.
     """
     if transformed():
         return "tensor of a torch.func transform, or of forward-mode differentiation"
@@ -97,7 +97,7 @@ def subclass_of(*tensors: Tensor | None) -> str:
 
 
 def call_facts(first: Any, *others: Tensor | None) -> dict[str, Any]:
-    """What a problem says of any call, by name; the ``first`` tensor decides the device, and the dtype of products."""
+    """The fields of every problem, by name; the ``first`` tensor decides the device, and the dtype of products."""
     dtype = compute_dtype(first)
     return {
         "dtype": str(dtype).removeprefix("torch."),
@@ -108,9 +108,9 @@ def call_facts(first: Any, *others: Tensor | None) -> dict[str, Any]:
 
 
 def with_known_sizes(problem: Any) -> Any:
-    """``problem`` with the sizes of the example that is traced in place of symbols, which stay free of guards.
+    """``problem`` with the hints of its SymInts as sizes, which adds no guards.
 
-    A size that only data knows has no example: the problem is then one for torch.
+    A data-dependent size has no hint: the problem is then one for torch.
     """
     symbols = {f.name: getattr(problem, f.name) for f in fields(problem)}
     sizes = {name: value.node for name, value in symbols.items() if isinstance(value, torch.SymInt)}
@@ -126,8 +126,8 @@ def signature(
 ) -> tuple[object, ...] | None:
     """All that the checks, the plan and the launches of a call depend on, besides the device's facts and addresses.
 
-    None where a call cannot be recognised by that: tensor subclasses, torch.func's and negated tensors, layouts without
-    strides, options of unusual types, calls that a dispatch mode observes.
+    None for calls that these do not identify: tensor subclasses, tensors of torch.func, negated views, layouts without
+    strides, options of unusual types, calls under a dispatch mode.
     """
     first = tensors[0]
     if first is None or observed() or transformed():
@@ -145,7 +145,7 @@ def signature(
             tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad,
             tensor.data_ptr() & ALIGNMENT_MASK,
         )  # fmt: skip
-    # Types too: True equals 1 and 1.0, but not all of them are right.
+    # Types too: True == 1 == 1.0, but not all of them need be valid.
     types = tuple(map(type, options))
     if not _PLAIN_OPTIONS.issuperset(types):
         return None

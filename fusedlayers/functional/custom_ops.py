@@ -3,8 +3,8 @@
 torch.compile, torch.export, FLOP counters, selective checkpointing and dispatch modes of users see nothing but
 registered operations. Two kinds are registered here, in the namespace ``fusedlayers``:
 
-A ``Composite`` is a public function as one operation. Dynamo, which cannot follow the choice of a path, writes it down
-unread; what traces the graph next (AOTAutograd, an export's decomposition) runs the public function itself on symbolic
+A ``Composite`` is a public function as one operation. Dynamo, which cannot trace the choice of a path, puts it into its
+graph as one node; the next tracer (AOTAutograd, an export's decomposition) runs the public function itself on fake
 tensors. Where that chooses torch, plain operations of torch remain, for the compiler to fuse.
 
 A ``KernelOperation`` is a path that launches kernels, or loops over chunks, as one opaque operation and another for its
@@ -40,7 +40,7 @@ _SCHEMA_TYPES = {
     Tensor: "Tensor", Tensor | None: "Tensor?", str: "str", str | None: "str?", bool | str: "str", int | str: "str",
     bool | int | str: "str", bool: "bool", int: "int", int | None: "int?", float: "float", float | None: "float?",
 }  # fmt: skip
-# What an argument that may be a word else is -> that, of the word that stands for it.
+# Types of arguments that the schema passes as str -> how to read them back.
 _WORDS: dict[Any, Callable[[str], bool | int | str]] = {
     bool | str: lambda word: {"True": True, "False": False}.get(word, word),
     int | str: lambda word: int(word) if word.removeprefix("-").isdecimal() else word,
@@ -48,20 +48,20 @@ _WORDS: dict[Any, Callable[[str], bool | int | str]] = {
 }
 
 
-# Calls of one operation, and layouts of their tensors: when they become many, all are forgotten, which costs no more
-# than planning them again.
+# Most prepared calls of one operation, and most layouts of one call. Cleared when full, which costs no more than
+# planning them again.
 _READY_LIMIT = 4096
 _LAYOUTS_LIMIT = 16
 _AS_IT_IS = nullcontext()
 
 
 def _word(argument: Any) -> str:
-    # An index is never a symbol, which an int may be where a compiled function is given it.
+    # In a trace an int argument may be a SymInt; operator.index makes it a plain int.
     return str(operator.index(argument) if type(argument) is int else argument)
 
 
 class Composite:
-    """A public function as an operation of its name, which gives a list of those of its results that are not None."""
+    """A public function as an operation of its name, which returns the list of its results that are not None."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self.function, self.parameters = function, inspect.signature(function).parameters
@@ -69,16 +69,16 @@ class Composite:
         self.words = {name: read for name, read in found.items() if read is not None}
         arguments = [f"{_SCHEMA_TYPES[each.annotation]} {name}" for name, each in self.parameters.items()]
         name = function.__name__
-        # What the user's switches said, which sources ran, and what was on record of the device, is an argument: no
-        # cache of compiled graphs, on disk or not, mixes them up.
+        # The user's switches, the sources and the state of the records are an argument, so that no cache of compiled
+        # graphs, on disk or not, mixes them up.
         _LIBRARY.define(f"{name}({', '.join(arguments)}, str switches) -> Tensor[]", tags=torch.Tag.pt2_compliant_tag)
-        # The second is for torch.func.vmap, which looks for a rule of its own.
+        # The second key is for torch.func.vmap, which needs a rule of its own.
         for key in ("CompositeImplicitAutograd", "FuncTorchBatchedDecomposition"):
             _LIBRARY.impl(name, self._run, key)
         self.operation = getattr(torch.ops.fusedlayers, name).default
 
     def _run(self, *arguments: Any) -> list[Tensor]:
-        # A number that changes is a symbol; options are none.
+        # Under dynamic shapes a float may arrive as SymFloat; make it a plain float.
         plain = (float(each) if isinstance(each, torch.SymFloat) else each for each in arguments)
         given: dict[str, Any] = dict(zip(self.parameters, plain, strict=False))
         given |= {name: read(given[name]) for name, read in self.words.items()}
@@ -94,20 +94,20 @@ class Composite:
         return self.operation(*given, said)
 
     def constants(self) -> tuple[tuple[int, ...], str]:
-        """Which arguments are written as words, and what the switches say while Dynamo traces, without guards."""
+        """Positions of the arguments that are passed as str, and the switches: constants for Dynamo, without guards."""
         places = tuple(place for place, name in enumerate(self.parameters) if name in self.words)
         return places, self.switches()
 
-    # As torch.compiler.assume_constant_result, which would import Dynamo here and now: that takes seconds.
+    # What torch.compiler.assume_constant_result does, but without importing Dynamo, which takes seconds.
     constants._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
     def switches(self) -> str:
-        """The last argument of the operation: the switches as they are now, which sources run, what is on record."""
+        """The operation's last argument: the current switches, a stamp of the sources, the state of the records."""
         return f"{backend()} {strict()} {_SOURCES}{records()}"
 
 
 class Result(NamedTuple):
-    """A tensor that an operation gives or keeps."""
+    """The description of a result or saved tensor of an operation."""
 
     shape: Sequence[int]
     dtype: torch.dtype
@@ -120,7 +120,7 @@ class Result(NamedTuple):
         return like.new_empty((*self.shape[:-2], self.shape[-1], self.shape[-2]), dtype=self.dtype).mT
 
 
-# What an operation gives, None for what is not asked for, and what it makes for its backward pass, likewise.
+# (outputs, saved tensors); None where not requested.
 Results = tuple[Sequence[Result | None], Sequence[Result | None]]
 
 
@@ -134,12 +134,12 @@ class _Described(NamedTuple):
 
 
 class _Ready(NamedTuple):
-    """A call of a custom operation that was planned, and which of its results there are."""
+    """A planned call of a custom operation, and which outputs (``given``) and saved tensors (``made``) it has."""
 
     call: Any
     wanted: list[bool]
     given: list[bool]
-    made: list[bool]  # of those for the backward pass
+    made: list[bool]
 
 
 class KernelOperation:
@@ -182,7 +182,7 @@ class KernelOperation:
         _LIBRARY.impl(name, run, "CompositeExplicitAutograd")
         torch.library.register_fake(f"fusedlayers::{name}", fake, lib=_LIBRARY)
         packet = getattr(torch.ops.fusedlayers, name)
-        # What the layer computes, as torch would: what a kernel computes again is not the model's work.
+        # The model's FLOPs, as torch counts them: recomputation in kernels does not count.
         register_flop_formula(packet)(lambda *given, **_: flops(self._described(*given[-2:]).problem))
         return packet.default
 
@@ -214,7 +214,7 @@ class KernelOperation:
         return [next(results) if want else None for want in wanted]
 
     def _described(self, sizes: Sequence[int], call: str) -> _Described:
-        # Symbols cannot be keys of a cache; where an operation runs, there are none.
+        # SymInts cannot be cache keys; an operation that runs has none.
         kind = self.operation.problem_type
         symbolic = any(isinstance(size, torch.SymInt) for size in sizes)
         return _describe(kind, tuple(sizes), call) if symbolic else _known(kind, tuple(sizes), call)
@@ -226,11 +226,11 @@ class KernelOperation:
     def _prepared(
         self, operands: Sequence[Tensor | None], sizes: Sequence[int], call: str, made: Sequence[Tensor] = ()
     ) -> _Ready:
-        """Remembered, unless a size is a symbol: then a graph is traced, and this is no call that runs."""
+        """The planned call, cached unless a size is a SymInt, as in a trace."""
         if any(type(size) is not int for size in sizes):
             return self._prepare(operands, sizes, call)
         tensors, facts = (*operands, *made), dispatch.describe(_device_of(operands))
-        # The switches as they are now, which may differ from what they were when the graph was compiled.
+        # The current switches, which may differ from those when the graph was compiled.
         key = (call, *sizes, *switches())
         known = self._ready.get(key)
         if known is None:
@@ -238,7 +238,7 @@ class KernelOperation:
                 self._ready.clear()
             known = self._ready[key] = []
         for same, ready in reversed(known):
-            # Described anew while others of the device's facts are assumed, or after a self-test.
+            # A device has other facts while some are assumed, and after a self-test.
             if ready.call.facts is facts and same(tensors):
                 return ready
         if len(known) >= _LAYOUTS_LIMIT:
@@ -285,7 +285,7 @@ class KernelOperation:
         ctx.set_materialize_grads(False)
 
     def _differentiate(self, ctx: Any, upstream: list[Tensor | None]) -> tuple[Any, ...]:
-        # Once: a checkpoint computes what was saved anew for the first reader, and refuses another one.
+        # Read once: a checkpoint recomputes the saved tensors at the first access and refuses a second one.
         saved = ctx.saved_tensors
         operands, made = saved[: self.count], saved[self.count :]
         upstream = upstream[: len(upstream) - ctx.made]
@@ -299,7 +299,7 @@ class KernelOperation:
             if self.operation.has_backward and not torch.is_grad_enabled():
                 found = iter(self.backward(upstream, operands, made, ctx.sizes, call))
             else:
-                # The custom operation has no gradient itself: those who want one see through it.
+                # The backward operation has no derivative: with create_graph its contents run here.
                 ready = self._prepare(operands, ctx.sizes, call)
                 found = iter(self._gradients(ready, upstream, operands, made))
             gradients = [next(found) if want else old for want, old in zip(wanted, gradients, strict=True)]
@@ -314,7 +314,7 @@ class KernelOperation:
         return _apart([gradient.contiguous() for gradient in found if gradient is not None])
 
     def _backward_batched(self, *given: Any) -> list[Tensor | None]:
-        """Of a batch of upstream gradients, autograd's ``is_grads_batched``: in torch's own operations."""
+        """The gradients for batched upstream gradients (``is_grads_batched``), in torch's own operations."""
         upstream, operands, made, sizes, call = given
         return self._gradients(self._prepare(operands, sizes, call), upstream, operands, made)
 
@@ -326,7 +326,7 @@ class KernelOperation:
         made: Sequence[Tensor],
     ) -> list[Tensor | None]:
         """The wanted gradients, as the operation computes them."""
-        # Hooks of saved tensors may have brought back what kernels made for themselves in another layout.
+        # Saved-tensor hooks may return the kernels' own saved tensors in another layout.
         of_results, of_made = iter(upstream), (each.contiguous() for each in made)
         upstream = [next(of_results) if there else None for there in ready.given]
         saved = [*operands, *[next(of_made) if there else None for there in ready.made]]
@@ -346,7 +346,7 @@ class KernelOperation:
 
 
 def _description(problem: Call, path: str, extras: dict[str, Any], wanted: Sequence[bool]) -> tuple[list[int], str]:
-    """The sizes of a problem that are symbols, and all else as one string."""
+    """The SymInt sizes of a problem, and all else as one JSON string."""
     facts = {each.name: getattr(problem, each.name) for each in fields(problem)}
     sizes: dict[str, Any] = {name: fact for name, fact in facts.items() if type(fact) is torch.SymInt}
     rest = {name: fact for name, fact in facts.items() if name not in sizes}
@@ -354,7 +354,7 @@ def _description(problem: Call, path: str, extras: dict[str, Any], wanted: Seque
 
 
 def _without_gradients() -> AbstractContextManager[Any]:
-    """``torch.no_grad()`` where gradients are enabled; compiled graphs call without, and need not wait for it."""
+    """``torch.no_grad()`` where gradients are enabled; compiled graphs call without gradients, and skip its cost."""
     return torch.no_grad() if torch.is_grad_enabled() else _AS_IT_IS
 
 
@@ -363,8 +363,8 @@ def _device_of(tensors: Sequence[Tensor | None]) -> torch.device:
 
 
 def _apart(results: Sequence[Tensor]) -> list[Tensor]:
-    """Results of a custom operation have no memory in common: halves of one product are copied, all but the first."""
-    # Two that share memory begin at the same place of it, or one of them behind its start.
+    """Copies all but the first of the results that share a storage: those of a custom operation must not alias."""
+    # Two tensors that share a storage begin at the same address, or one has a storage offset.
     places = {result.data_ptr() for result in results}
     if len(places) == len(results) and not any(result.storage_offset() for result in results):
         return list(results)

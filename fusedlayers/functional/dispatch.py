@@ -21,14 +21,14 @@ logger = logging.getLogger("fusedlayers")
 
 
 class Decisions(Counter[str]):
-    """How many calls of each operation and path there were, and the problems that were planned for the first time."""
+    """Counts of calls by operation and path, and the problems that were planned for the first time."""
 
     def __init__(self) -> None:
         super().__init__()
         self.problems: dict[Any, None] = {}
 
 
-# Counts the paths that calls take, while somebody asks for it.
+# Not None inside :func:`decisions`.
 _counted: Decisions | None = None
 
 
@@ -49,7 +49,7 @@ def dispatch(problem: Any, device: torch.device) -> Any:
 
 
 def plan_on_card(problem: Any, facts: Device) -> Any:
-    """The plan of ``problem`` as if its tensors lay on a GPU with these ``facts``; it is no decision, and not logged.
+    """The plan of ``problem`` for a GPU with these ``facts``; neither cached nor logged.
 
     Raises:
         RuntimeError: as :func:`dispatch` would there.
@@ -61,16 +61,16 @@ def plan_on_card(problem: Any, facts: Device) -> Any:
 
 
 def _refuse_torch(plan: Decision, wish: str, must: bool) -> None:
-    """Raises where the user's switches allow kernels alone, and these cannot run."""
+    """Raises if the user's switches require kernels and these cannot run."""
     if plan.unsupported is not None and not plan.problem.empty and (wish == "triton" or (must and wish == "auto")):
         switch = "FUSEDLAYERS_BACKEND=triton" if wish == "triton" else "FUSEDLAYERS_STRICT=1"
         raise RuntimeError(f"{switch} is set, but {plan.problem.operation} cannot run in Triton: {plan.unsupported}")
 
 
 def facts_for(problem: Any, device: torch.device, wish: str) -> Device:
-    """What planning ``problem`` goes by: the device's facts, after the self-test of an unknown release of Triton.
+    """The device's facts for planning ``problem``, after the self-test of an unknown release of Triton.
 
-    That runs once, before auto mode takes the first kernel. A call that is recorded or traced cannot wait for it.
+    The self-test runs once, before auto mode takes the first kernel, but not while a call is captured or traced.
     """
     facts = describe(device)
     if not facts.release_note or not facts.left_to_torch or wish != "auto":
@@ -95,12 +95,12 @@ def _launches(plan: Decision) -> tuple[str, dict[str, tuple[str, ...]]]:
 
 
 def plan_on_path(problem: Any, path: str, device: torch.device) -> Any:
-    """The plan of ``problem`` on a path that was chosen before, for other sizes.
+    """The plan of ``problem`` on a ``path`` that was chosen for other sizes.
 
     Raises:
         RuntimeError: the path cannot run it.
     """
-    # First as the user wishes: the path alone does not say which of several products run in kernels.
+    # The user's backend first: the path alone does not say which of several products run in kernels.
     forced = ("triton", "torch") if path in planning.KERNEL_PATHS else ("torch", "triton")
     for wish in (backend(), *forced):
         plan = _cached_plan(problem, describe(device), wish)
@@ -113,14 +113,14 @@ def plan_on_path(problem: Any, path: str, device: torch.device) -> Any:
 
 
 def count(plan: Decision) -> None:
-    """Notes a call and its path for :func:`decisions`."""
+    """Counts a call and its path for :func:`decisions`."""
     if _counted is not None:
         _counted[f"{plan.problem.operation} {plan.path}"] += 1
 
 
 @contextmanager
 def decisions() -> Iterator[Decisions]:
-    """Counts the calls of each operation and path ("ffn fused") for a while; not for use inside itself."""
+    """Counts calls by operation and path ("ffn fused") inside the context, which does not nest."""
     global _counted
     _counted = Decisions()
     try:
@@ -135,7 +135,7 @@ def _cached_plan(problem: Any, device: Device, wish: str) -> Any:
     if logger.isEnabledFor(logging.INFO):
         reasons = dict(plan.rejected)
         if (unmeasured := planning.unmeasured(device)) in reasons.values():
-            # Said of every operation at once: it is the same for all of them.
+            # One line for all operations, as the reason is the same.
             _log_once("auto mode", "torch", str(unmeasured))
             if plan.path == "torch":
                 return plan
@@ -144,7 +144,7 @@ def _cached_plan(problem: Any, device: Device, wish: str) -> Any:
         # Drop the sizes, or every sequence length would log its own line; give each reason once.
         said = "; ".join(dict.fromkeys(reasons[path].split(":")[0] for path in told if path in reasons))
         if not said:
-            # The path of kernels may have another name.
+            # The kernel path of this operation may have another name.
             said = plan.why_torch(device).split(":")[0] if plan.path == "torch" else plan.reason
         _log_once(problem.operation, plan.path, said)
     return plan

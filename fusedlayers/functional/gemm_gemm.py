@@ -19,12 +19,12 @@ from .prepared import Prepared
 
 
 def gemm_gemm(a: Tensor, b: Tensor, c: Tensor, *, activation: str | None = None) -> Tensor:
-    """Two batched products with an activation between them: ``act(a @ b) @ c``, the middle never written.
+    """Two batched products with an activation between them, ``act(a @ b) @ c``; ``a @ b`` is never written.
 
     Without an activation ``a @ (b @ c)`` is the same, and is what auto mode computes where that is clearly cheaper, as
-    with small K and O; :func:`explain` says so. It rounds the product ``b @ c`` in place of ``a @ b``. Numbers that are
-    not finite reach the same elements in either order, but where one gives an infinity, the other may give NaN. In
-    float16, whose range either product may exceed by itself, the order is kept.
+    with small K and O; :func:`explain` says so. It rounds ``b @ c`` instead of ``a @ b``. Non-finite inputs reach the
+    same elements in either order, but where one order gives infinity, the other may give NaN. In float16 the order is
+    kept, because either product alone may overflow.
 
     Args:
         a: ``[*B, M, K]``, any strides.
@@ -45,7 +45,7 @@ def gemm_gemm(a: Tensor, b: Tensor, c: Tensor, *, activation: str | None = None)
 
 
 def check_gemm_gemm(a: Tensor, b: Tensor, c: Tensor) -> None:
-    """All arguments of ``functional.gemm_gemm`` but the activation."""
+    """Checks every argument but the activation."""
     check_given(a=a, b=b, c=c)
     check_tensors({"a": a, "b": b, "c": c}, sparse=("a", "b", "c"))
     for name, tensor, letters in (("a", a, "[*B, M, K]"), ("b", b, "[*B, K, N]"), ("c", c, "[*B, N, O]")):
@@ -70,7 +70,7 @@ def check_gemm_gemm(a: Tensor, b: Tensor, c: Tensor) -> None:
 
 
 class _GemmGemm(Operation):
-    """``act(a @ b) @ c`` on a ``[Z, M, K]``, b ``[Z, K, N]``, c ``[Z, N, O]``; backward computes the middle again."""
+    """``act(a @ b) @ c`` on a ``[Z, M, K]``, b ``[Z, K, N]``, c ``[Z, N, O]``; backward recomputes ``a @ b``."""
 
     problem_type = Problem
     operands = "a b c"
@@ -113,7 +113,7 @@ class _GemmGemm(Operation):
     def finished(self, call: Prepared, tensors: Tensors, results: Tensor) -> Tensor:
         batch = leading_dims(*tensors)
         if not batch:
-            return results.squeeze(0)  # as a view would, but for sparse upstream gradients, too
+            return results.squeeze(0)  # unlike a view, takes sparse upstream gradients, too
         return results if len(batch) == 1 else results.view(*batch, *results.shape[-2:])
 
     def details(self, plan: Plan, extras: dict[str, Any]) -> Arithmetic:

@@ -29,7 +29,7 @@ def hidden_gradient(
     activation: str | None,
     bias: bool = True,
 ) -> _Gradients:
-    """Gradient of an FFN's pre-activations ``y = act(z) W_downᵀ``, and its sums over the rows, from one kernel.
+    """Gradient of the pre-activations z of ``y = act(z) W_downᵀ``, and its sums over the rows, in one kernel.
 
     ``dz = (dy W_down) ⊙ act'(z)`` and ``db_up = Σ dz``. With a gate the hidden is ``act(z_gate) ⊙ z``, so that
     ``dz = (dy W_down) ⊙ act(z_gate)`` and ``dz_gate = (dy W_down) ⊙ z ⊙ act'(z_gate)``, each with its sum.
@@ -56,7 +56,7 @@ def hidden_gradient(
 
 
 def check_hidden_gradient(dy: Tensor, w_down: Tensor, z: Tensor, z_gate: Tensor | None, bias: bool) -> None:
-    """All arguments of ``functional.hidden_gradient`` but the activation."""
+    """Checks every argument but the activation."""
     check_given(dy=dy, w_down=w_down, z=z)
     check_tensors({"dy": dy, "w_down": w_down, "z": z, "z_gate": z_gate}, sparse=("dy", "w_down"))
     check_bias(bias)
@@ -125,7 +125,8 @@ class _HiddenGradient(Operation):
         dy, w_down, z, z_gate = wanted
         if dy or w_down:
             return ()
-        # The slope of the identity depends on nothing, and a product is the gradient of its factor by the other one.
+        # dz depends on z only through act', which is constant for the identity. With a gate dz depends on z_gate, and
+        # dz_gate on z, and through act' on z_gate.
         curved = problem.activation != "identity"
         if not problem.gated:
             return () if curved else (0, 2)

@@ -1,4 +1,4 @@
-"""The last call of a module, kept so that the next one like it is recognised at a glance."""
+"""The last call of a module, kept so that a repeated call skips checks and planning."""
 
 from __future__ import annotations
 
@@ -18,37 +18,37 @@ from .call import _is_capturing, surroundings
 from .operands import autocast_dtype, input_precision
 from .switches import switches
 
-# torch.compile's own comparison of tensors, in C++: class, dispatch keys (which tell autocast and transforms, too),
-# dtype, device, requires_grad, sizes and strides. Ours below is the same in Python, several times slower.
+# torch.compile's tensor guards, in C++: class, dispatch keys (which include autocast and transforms), dtype, device,
+# requires_grad, sizes and strides. The fallback in Python below is several times slower.
 _Guards: Any = getattr(getattr(torch._C._dynamo, "guards", None), "TensorGuards", None)
 
 _Picker = Callable[[Sequence[Any]], tuple[Any, ...]]
 
 
 class _Record(NamedTuple):
-    """A call, and what tells another one like it."""
+    """A call, and how to recognise another one like it."""
 
     call: Any
-    absent: tuple[int, ...]  # places of the tensors that are None
-    compared: _Picker  # the tensors that are compared
-    same: Callable[[Sequence[Any]], bool]  # whether they are alike, and so is all around them
-    read: _Picker  # those that kernels read, at addresses of the same alignment
+    absent: tuple[int, ...]  # positions of the tensors that are None
+    compared: _Picker  # picks the tensors for ``same``
+    same: Callable[[Sequence[Any]], bool]  # whether these match, under the same modes and switches
+    read: _Picker  # picks the tensors for ``aligned``
     aligned: Callable[..., bool] | None
     options: tuple[Any, ...]
 
 
 class LastCall:
-    """Tells whether a call is the same as the one before, but for addresses.
+    """Recognises a call that equals the previous one except for addresses.
 
-    It keeps no tensor. A copy of a module, or a module that was stored, begins without one.
+    It keeps no tensor. Copies and pickles of a module have none.
 
     Args:
-        inputs: the places of the tensors that are no parameters of the module that calls: torch's own expression takes
-            whatever parameters have become. None: no module calls.
-        guarded: the module has compared its parameters itself, but for addresses.
+        inputs: positions of the tensors that are not parameters of the calling module: where torch's own expression
+            runs, only these are compared. None: no module calls.
+        guarded: the module has compared its parameters itself, except for addresses.
 
-    ``by_torch((x,))`` tells of a module with one input whether torch runs the call, as it ran the last one, which had
-    the same ``options``: it asks less than :meth:`again`. None: nothing is known.
+    ``by_torch`` is ``(same, options)`` if torch ran the last call of a module with one input, else None: torch also
+    runs a call with these options for which ``same((x,))`` holds. That test is cheaper than :meth:`again`.
     """
 
     __slots__ = ("_guarded", "_inputs", "_record", "_seen", "by_torch")
@@ -56,12 +56,12 @@ class LastCall:
     def __init__(self, inputs: tuple[int, ...] | None = None, *, guarded: bool = False) -> None:
         self._inputs, self._guarded = inputs, guarded
         self._seen: Any = None
-        # One object that is never changed, so that threads do not mix what belongs to several calls.
+        # Replaced as a whole, so that threads never mix the parts of two calls.
         self._record: _Record | None = None
         self.by_torch: tuple[Callable[[Sequence[Any]], bool], tuple[Any, ...]] | None = None
 
     def again(self, tensors: Sequence[Any], options: tuple[Any, ...]) -> Any:
-        """The prepared call, if this one is like it; else None."""
+        """The prepared call if this one matches it, else None."""
         record = self._record
         if record is None:
             return None
@@ -69,7 +69,7 @@ class LastCall:
         for place in absent:
             if tensors[place] is not None:
                 return None
-        # By identity: True equals 1, but not all that equals is right.
+        # By identity: True == 1, but not both need be valid.
         if options is not known and not all(map(is_, options, known)):
             return None
         if not same(compared(tensors)) or (aligned is not None and not aligned(*read(tensors))):
@@ -77,7 +77,7 @@ class LastCall:
         return call
 
     def note(self, call: Any, tensors: Sequence[Any], options: tuple[Any, ...]) -> None:
-        """A call that :meth:`again` did not know: remembered when it comes twice in a row, and may be repeated."""
+        """Notes a call that :meth:`again` did not match; it is kept when it comes twice in a row and is repeatable."""
         if call is self._seen:
             self._keep(call, tensors, options)
         self._seen = call if call.repeatable else None
@@ -97,9 +97,9 @@ class LastCall:
 
 
 def _comes_again(device: Any, tensors: Sequence[Tensor]) -> Callable[[Sequence[Any]], bool]:
-    """Whether other tensors are like these, and all around them as it is now; ``device``: what is known of it.
+    """A test whether other tensors match these, under the same modes and switches and the same ``device`` facts.
 
-    All in one function, as small calls wait for this one.
+    All in one function, as small calls are host-bound.
     """
     check = _comparison(*tensors)
     if check is None:
@@ -112,11 +112,11 @@ def _comes_again(device: Any, tensors: Sequence[Tensor]) -> Callable[[Sequence[A
     def again(others: Sequence[Any]) -> bool:
         try:
             for other in others:
-                # torch's comparison asks for strides first, and ends the process where there are none.
+                # torch's guards read strides first, and abort the process if there are none.
                 if other.is_nested:
                     return False
         except (AttributeError, TraceError):
-            return False  # no tensor at all, or torch.fx's symbol of one
+            return False  # not a tensor, or a torch.fx Proxy
         return (
             check(*others)
             and is_grad_enabled() is grad
@@ -124,7 +124,7 @@ def _comes_again(device: Any, tensors: Sequence[Tensor]) -> Callable[[Sequence[A
             and (not on_gpu or _is_capturing() is recording)
             and (autocast_dtype(place) if _is_any_autocast_enabled() else None) is dtype
             and (precision is None or input_precision(place, torch.float32) == precision)
-            # A dual tensor looks like a plain one, and not every dispatch mode shows in the keys (checkpoints' do not).
+            # A dual tensor looks plain, and not every dispatch mode shows in the keys (those of checkpoints do not).
             and forward_ad._current_level < 0
             and not _len_torch_dispatch_stack()
             and _get_tracing_state() is None
@@ -136,21 +136,21 @@ def _comes_again(device: Any, tensors: Sequence[Tensor]) -> Callable[[Sequence[A
 
 
 def at_places(places: Sequence[int]) -> _Picker:
-    """A function that gives the elements at these places, always as a tuple."""
+    """A function that picks the elements at these positions, always as a tuple."""
     if len(places) > 1:
         return itemgetter(*places)
     if not places:
         return lambda values: ()
-    # Of a single place, itemgetter would return the element itself.
+    # itemgetter of one position returns the element itself.
     [place] = places
     return lambda values: (values[place],)
 
 
 def _aligned_as(*tensors: Tensor) -> Callable[..., bool]:
-    """Whether the addresses of other tensors have the alignment of these."""
+    """A test whether the addresses of other tensors have the alignment of these."""
     expected = [tensor.data_ptr() & ALIGNMENT_MASK for tensor in tensors]
     if any(expected):
-        # Rare, so that nobody waits for it.
+        # Rare, so it may be slow.
         return lambda *others: expected == [other.data_ptr() & ALIGNMENT_MASK for other in others]
 
     def aligned(*others: Tensor) -> bool:
@@ -163,7 +163,7 @@ def _aligned_as(*tensors: Tensor) -> Callable[..., bool]:
 
 
 def same_as(*tensors: Tensor) -> Callable[..., bool]:
-    """Whether other tensors are like these: of their classes, dtypes, devices and shapes, under the same modes."""
+    """A test whether other tensors match these in class, dtype, device, shape and strides, under the same modes."""
     check = _comparison(*tensors)
     if check is None:
         return lambda *others: False
@@ -181,7 +181,7 @@ def same_as(*tensors: Tensor) -> Callable[..., bool]:
 
 
 def alike(tensors: Sequence[Tensor | None]) -> Callable[[Sequence[Tensor | None]], bool]:
-    """Whether other tensors are like these, lie in memory like these, and are missing where these are."""
+    """:func:`same_as` that also compares alignment, and takes None where these have None."""
     count, absent = len(tensors), [place for place, tensor in enumerate(tensors) if tensor is None]
     read = at_places([place for place, tensor in enumerate(tensors) if tensor is not None])
     same, aligned = same_as(*read(tensors)), _aligned_as(*read(tensors))
@@ -199,7 +199,7 @@ def alike(tensors: Sequence[Tensor | None]) -> Callable[[Sequence[Tensor | None]
 
 
 def _comparison(*tensors: Tensor) -> Callable[..., bool] | None:
-    """The same for tensors that are known to have strides, as these must have; else None."""
+    """:func:`same_as` for other tensors that have strides; None if one of these has none."""
     if not all(map(_has_strides, tensors)):
         return None
     try:
@@ -207,10 +207,10 @@ def _comparison(*tensors: Tensor) -> Callable[..., bool] | None:
         if check(*tensors):
             return check
     except Exception:
-        # Another release of torch: the comparison in Python needs nothing of it.
+        # Another release of torch may lack TensorGuards; the comparison in Python does not need them.
         pass
     local, facts = _local_keys(), [_facts(tensor) for tensor in tensors]
-    # The tensors of a transform, which the thread's keys tell, have no address to ask for.
+    # Thread keys first: they tell a transform, whose tensors have no address.
     return lambda *others: _local_keys() == local and facts == [_facts(other) for other in others]
 
 

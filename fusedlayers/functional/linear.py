@@ -39,7 +39,7 @@ def linear(
     split_k: int | str = "auto",
     reduction: str = "workspace",
 ) -> Tensor:
-    """``act(x Wᵀ + b)``, its inner axis split where few rows and columns would leave most of a GPU idle.
+    """``act(x Wᵀ + b)``; the inner axis is split where few rows and columns would leave most of a GPU idle.
 
     The partial sums ``x[:, s] W[:, s]ᵀ`` of the ranges s are float32; they are added in a fixed order, bias and
     activation are applied once, and the result is rounded once. The data gradient ``dx = dz W`` sums over N, the
@@ -71,7 +71,7 @@ def linear(
 
 
 def check_linear(x: Tensor, weight: Tensor, bias: Tensor | None, split_k: int | str, reduction: str) -> None:
-    """All arguments of ``functional.linear`` but the activation."""
+    """Checks every argument but the activation."""
     check_given(x=x, weight=weight)
     check_tensors({"x": x, "weight": weight, "bias": bias}, sparse=("x", "weight"))
     if x.dim() < 1:
@@ -90,7 +90,7 @@ def check_linear(x: Tensor, weight: Tensor, bias: Tensor | None, split_k: int | 
 
 
 def check_split_k(split_k: int | str) -> None:
-    """``"auto"`` or an int from 1 on; more than there are elements to sum over is as many as there are."""
+    """Checks for ``"auto"`` or an int from 1 on; the plan lowers it where ranges would be empty."""
     if split_k == "auto":
         return
     if type(split_k) is not int:
@@ -106,10 +106,10 @@ def check_reduction(reduction: str) -> None:
 
 
 class _Linear(Operation):
-    """``x Wᵀ + b`` for x ``[M, K]`` and W ``[N, K]``, and its gradients, each product as the plan has it.
+    """``x Wᵀ + b`` for x ``[M, K]`` and W ``[N, K]``, and its gradients, each product as planned.
 
-    Activations are torch's own while gradients are wanted: they keep their argument ``[M, N]``, as small as the result,
-    and can be differentiated as often as asked.
+    While gradients are wanted the activation is torch's own: it saves its argument ``[M, N]``, as small as the result,
+    and has derivatives of any order.
     """
 
     problem_type = LinearProblem
@@ -151,7 +151,7 @@ class _Linear(Operation):
         return f"linear: act({product}), act = {formula(problem.activation)}"
 
     def sees_through(self, call: Prepared) -> bool:
-        # Torch's own backward pass has another order than :meth:`backward`.
+        # torch's own backward pass would not compute dx before dW, as :meth:`backward` does.
         return super().sees_through(call) and (call.observed or not call.plan.data_gradient_first)
 
     def through_torch(self, call: Prepared, tensors: Tensors) -> Tensor:
@@ -213,7 +213,7 @@ class _Linear(Operation):
             return dx, dw, dy.sum(0) if wanted[2] else None
 
     def results(self, operands: Tensors, problem: Any, path: str, extras: dict[str, Any], saving: bool) -> Results:
-        # Of a backward pass with a frozen operand the other one is all there is.
+        # In a backward pass an operand that no gradient needs is None.
         dtype = next(operand.dtype for operand in operands if operand is not None)
         return [Result((problem.M, problem.N), dtype)], []
 
@@ -230,7 +230,7 @@ def padded_gradients(
         dx = padded_dy @ F.pad(weight, (0, 0, 0, padded - columns))
     if wanted[1]:
         assert x is not None
-        # A copy, not a view that would hold the padding, too: cheaper than a product of a part of the columns.
+        # A copy, as a view would keep the padding alive; cheaper than a product of some of the columns.
         dw = (padded_dy.T @ x)[:columns].clone()
     if wanted[2]:
         db = dy.sum(0)
@@ -246,7 +246,7 @@ def _product(
     product: ProductPlan,
     activation: str,
 ) -> Tensor:
-    """``act(left rightᵀ + bias)``, as this product of the layer is planned under its ``name``."""
+    """``act(left rightᵀ + bias)`` as planned; ``name`` tells the layer's products apart."""
     plan: LinearPlan = call.plan
     problem = plan.problem
     if product.tiles is None:

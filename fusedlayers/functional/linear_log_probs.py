@@ -38,8 +38,8 @@ def linear_log_probs(
 ) -> Any:
     """``log_softmax(input linear_weightᵀ + linear_bias)`` at each token's target, without any logits in memory.
 
-    What policies of reinforcement learning and preference losses need of a language model's head. The same bits come
-    out of a call with gradients and of one without, so that the ratio of both is 1.
+    For policy-gradient and preference losses of language models. Calls with and without gradients give the same bits,
+    so that the ratio of both probabilities is exactly 1.
 
     Args:
         input: ``[*B, K]`` or ``[K]``, any strides.
@@ -48,14 +48,14 @@ def linear_log_probs(
         linear_bias: ``[V]`` or None.
         ignore_index: a token with this target has log-probability and entropy 0, without a gradient; None is -100.
         softcap: c of ``c · tanh(logits / c)``, or None.
-        logit_scale: what the logits are multiplied by, before the softcap: the inverse of a temperature.
+        logit_scale: factor of the logits before the softcap: the inverse of a temperature.
         return_entropy: return the entropy ``-Σ_c p_c log p_c`` of each token's distribution too.
-        recompute: take 64 MiB for the gradient of some columns of logits in the backward pass, instead of 512.
+        recompute: in the backward pass, compute the logits' gradient in blocks of columns of 64 MiB instead of 512.
 
     Returns:
         The log-probabilities ``[*B]``, or ``(log-probabilities, entropies)``, in float32 for operands of 16 bits. Both
-        have gradients. Where a probability is 0 its term of the entropy is. In kernels a target that is
-        neither a class nor ignored has the log-probability NaN; torch's operations raise.
+        are differentiable. A class of probability 0 adds 0 to the entropy. In kernels a target that is neither a class
+        nor ignored has the log-probability NaN; torch's operations raise.
 
     Raises:
         TypeError: an argument of the wrong type, a dtype that is not real floating or differs from that of input, a
@@ -69,7 +69,7 @@ def linear_log_probs(
 
 
 class _LinearLogProbs(LossHead):
-    """The negated losses of tokens, and entropies; the backward pass computes the logits again."""
+    """The negated losses of tokens, and entropies; the backward pass recomputes the logits."""
 
     oracle = staticmethod(reference.linear_log_probs)
 
@@ -99,9 +99,9 @@ class _LinearLogProbs(LossHead):
     def forward(self, call: Prepared, operands: Tensors, wanted: Sequence[bool]) -> tuple[Tensors, Tensors]:
         head = Head.of(operands, call.plan, call.details)
         losses, entropies, statistics = fused.each(head, any(wanted))
-        # What is kept is a tensor of its own, whatever happens to the result.
+        # A copy is saved, so that the result may be changed in place.
         kept = None if statistics is None or entropies is None else entropies.clone()
-        # Subtracted, not negated: the logarithm of 1 is no -0.
+        # Not ``-losses``: the logarithm of 1 must be 0, not -0.
         return (0 - losses, entropies), (statistics, kept)
 
     def backward(

@@ -31,15 +31,15 @@ def maxsim(
     """Late-interaction scores of all pairs: ``scores[q, e] = Σ_i max_j queries[q, i] · documents[e, j]``.
 
     Khattab and Zaharia, "ColBERT", 2020. The similarities, ``[Q, D, Lq, Ld]``, are never written. Each side is either
-    padded, with or without a mask, or packed: all tokens behind one another, and the offsets where a query or document
+    padded, with or without a mask, or packed: all tokens concatenated, with the offset where each query or document
     starts. The documents are shared by all queries.
 
     Args:
         queries: ``[Q, Lq, d]``, or ``[total, d]`` with ``cu_seqlens_queries``; any strides.
         documents: ``[D, Ld, d]``, or ``[total, d]`` with ``cu_seqlens_documents``.
-        query_mask: boolean ``[Q, Lq]``, True where a token takes part, or None. What is masked may hold anything.
+        query_mask: boolean ``[Q, Lq]``, True where a token takes part, or None. Masked tokens may hold anything.
         document_mask: boolean ``[D, Ld]``, or None.
-        cu_seqlens_queries: int32 or int64 ``[Q + 1]``: 0, the ends of the queries, the last of which is the total.
+        cu_seqlens_queries: int32 or int64 ``[Q + 1]``: 0, then the end of each query; the last one is the total.
         cu_seqlens_documents: the same for documents, ``[D + 1]``.
 
     Returns:
@@ -51,16 +51,15 @@ def maxsim(
         TypeError: an argument that is no tensor, a dtype that is not real floating or differs from that of queries, a
             mask that is not boolean, offsets that are not integers.
         ValueError: shapes that do not fit together, tensors on different devices, a mask beside offsets, offsets that
-            do not start at 0, decrease, or do not end at the total. Offsets on a GPU are copied to the host for that,
-            which waits for what was launched before, except while a CUDA graph is captured or torch.compile traces:
-            then nobody looks at their values.
+            do not start at 0, decrease, or do not end at the total. To check offsets on a GPU the host synchronises,
+            except while a CUDA graph is captured or torch.compile traces: then their values are not checked.
         RuntimeError: ``FUSEDLAYERS_BACKEND=triton`` or ``FUSEDLAYERS_STRICT=1`` where the kernels cannot run.
     """
     return MAXSIM(queries, documents, query_mask, document_mask, cu_seqlens_queries, cu_seqlens_documents)
 
 
 def check_maxsim(*tensors: Any) -> None:
-    """All arguments of ``functional.maxsim`` but the values of the offsets (:func:`check_offsets`)."""
+    """Checks every argument but the values of the offsets (:func:`check_offsets`)."""
     queries, documents, query_mask, document_mask, cu_seqlens_queries, cu_seqlens_documents = tensors
     check_given(queries=queries, documents=documents)
     check_tensors({"queries": queries, "documents": documents})
@@ -100,7 +99,7 @@ def check_maxsim(*tensors: Any) -> None:
 
 
 def check_offsets(name: str, offsets: Tensor | None, tokens: Tensor) -> None:
-    """The values of ``cu_seqlens``: 0 first, never decreasing, the rows of ``tokens`` last. Waits for a GPU's copy."""
+    """Checks that ``cu_seqlens`` starts at 0, never decreases, ends at the rows of ``tokens``; syncs with a GPU."""
     if offsets is None:
         return
     values, total = offsets.tolist(), tokens.shape[0]
@@ -120,7 +119,7 @@ class _MaxSim(Operation):
     problem_type = MaxSimProblem
     operands = "queries documents query_mask? document_mask? cu_seqlens_queries? cu_seqlens_documents?"
     row_operands = ("queries",)
-    # Of one column torch.einsum makes no product but a multiplication, which autocast leaves in the operands' dtype.
+    # With d = 1 torch.einsum multiplies elementwise, which autocast leaves in the operands' dtype.
     torch_takes_cast = True
 
     def check(self, tensors: Tensors, options: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -143,7 +142,7 @@ class _MaxSim(Operation):
         )
 
     def sees_through(self, call: Prepared) -> bool:
-        # How far to pad packed tokens only data knows, which nobody can ask while tracing: that stays in one operation.
+        # Packed tokens are padded to a data-dependent length, unknown in a trace: the call stays one custom operation.
         packed = "packed" in (call.problem.query_layout, call.problem.document_layout)
         return super().sees_through(call) and not (call.observed and packed)
 
@@ -196,7 +195,7 @@ class _MaxSim(Operation):
 
 
 def _check_values(call: Prepared, tensors: Tensors) -> None:
-    """The offsets of every call, on any path: they may be wrong in one whose shapes were right before."""
+    """Checks the offsets of every call, on any path: a prepared call fixes their shapes, not their values."""
     queries, documents, *_, cu_seqlens_queries, cu_seqlens_documents = tensors
     if not (traced() or queries.is_meta or call.problem.captured):
         check_offsets("cu_seqlens_queries", cu_seqlens_queries, queries)
@@ -208,7 +207,7 @@ def _layout(mask: Tensor | None, cu_seqlens: Tensor | None) -> str:
 
 
 def _operands(call: Prepared, tensors: Tensors) -> MaxSimOperands:
-    """The tensors in the order of :func:`maxsim`, their query tokens behind one another: a view where strides allow."""
+    """The kernels' operands from the arguments of :func:`maxsim`; query tokens flattened, a view if strides allow."""
     queries, documents, query_mask, document_mask, cu_seqlens_queries, cu_seqlens_documents = tensors
     return MaxSimOperands(
         queries=queries if queries.dim() == 2 else queries.reshape(-1, queries.shape[-1]),

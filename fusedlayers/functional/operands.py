@@ -13,24 +13,24 @@ _NOTHING = nullcontext()
 
 
 def said(name: str, tensor: Tensor) -> str:
-    """How an error speaks of a tensor argument."""
+    """How errors describe a tensor argument."""
     return f"{name} of shape {list(tensor.shape)} and dtype {tensor.dtype} on {tensor.device}"
 
 
 def check_given(**tensors: Tensor | None) -> None:
-    """Operands that every call needs are not None."""
+    """Checks that required operands are not None."""
     for name, tensor in tensors.items():
         if tensor is None:
             raise TypeError(f"{name} must be a torch.Tensor, got None")
 
 
 def check_layout(name: str, tensor: Tensor) -> None:
-    """Neither nested nor sparse.
+    """Checks that a tensor is strided.
 
     Raises:
-        TypeError: it is.
+        TypeError: it is nested or sparse.
     """
-    # A nested tensor has no sizes to speak of.
+    # A nested tensor has no shape to print.
     if tensor.is_nested:
         raise TypeError(f"{name} is a nested tensor ({tensor.layout}): expected a plain tensor, padded or packed")
     if tensor.layout is not torch.strided:
@@ -39,10 +39,10 @@ def check_layout(name: str, tensor: Tensor) -> None:
 
 @contextmanager
 def naming_layouts(names: Sequence[str], tensors: Sequence[Any]) -> Iterator[None]:
-    """Inside, what torch refuses to compute with a sparse tensor becomes an error that names it.
+    """Inside, torch's errors about sparse tensors become errors that name the argument.
 
     Raises:
-        TypeError: torch has no such operation for the layout of one of these.
+        TypeError: torch cannot compute this with the layout of one of these.
     """
     try:
         yield
@@ -57,9 +57,9 @@ def naming_layouts(names: Sequence[str], tensors: Sequence[Any]) -> Iterator[Non
 
 
 def check_tensors(tensors: dict[str, Tensor | None], sparse: tuple[str, ...] = ()) -> None:
-    """Floating tensors on one device, of one dtype unless autocast decides it; the first of them sets both.
+    """Checks that tensors are floating-point, on the device of the first, and of its dtype unless autocast casts them.
 
-    ``sparse`` names those whose layout is for torch to judge, in :func:`naming_layouts`.
+    ``sparse`` names those that may be sparse: torch judges their layout, in :func:`naming_layouts`.
 
     Raises:
         TypeError: not a tensor, nested or sparse, not a real floating dtype, or dtypes that differ outside autocast.
@@ -83,15 +83,15 @@ def check_tensors(tensors: dict[str, Tensor | None], sparse: tuple[str, ...] = (
 
 
 def check_shape(name: str, tensor: Tensor | None, expected: tuple[int, ...], letters: str, because: str) -> None:
-    """``tensor`` has the expected shape (None passes)."""
+    """Checks the shape of ``tensor``; None passes."""
     if tensor is not None and tuple(tensor.shape) != expected:
         raise ValueError(f"{said(name, tensor)}: expected {letters} = {list(expected)} {because}")
 
 
 def check_width(name: str, x: Tensor, letters: str, weight_name: str, weight: Tensor, axis: int = -1) -> None:
-    """``x`` has as many columns as its weight takes, the length of that ``axis``.
+    """Checks that x has as many columns as this ``axis`` of its weight.
 
-    The error names x: the weight of a module is what its author asked for.
+    The error names x, because the weight of a module is what its author asked for.
     """
     if x.shape[-1] == weight.shape[axis]:
         return
@@ -104,7 +104,7 @@ def check_width(name: str, x: Tensor, letters: str, weight_name: str, weight: Te
 
 
 def check_bias(bias: bool) -> None:
-    """Whether the sum over the rows is asked for: ``True`` or ``False``, not a tensor."""
+    """Checks that ``bias``, whether the sum over the rows is wanted, is a bool and not a tensor."""
     if not isinstance(bias, bool):
         raise TypeError(f"bias must be True or False, got {type(bias).__name__}")
 
@@ -127,7 +127,7 @@ def checked_number(name: str, value: Any, expected: str, least: float = -math.in
 
 @functools.cache
 def _autocast_kind(device: torch.device) -> str | None:
-    # Asking a device for its type takes time, and the answer never changes; some types (meta) know no autocast.
+    # Cached, because reading a device's type takes time. Some types (meta) have no autocast.
     return device.type if torch.amp.is_autocast_available(device.type) else None
 
 
@@ -146,8 +146,8 @@ def compute_dtype(tensor: Tensor) -> torch.dtype:
 
 
 def autocast(tensors: Sequence[Any], dtype: torch.dtype) -> list[Any]:
-    """The floating-point tensors in the dtype products run in; gradients flow back to each in its own dtype."""
-    # Tensor.to has to find out at every call what kind of argument it was given, which takes a third of its time.
+    """The floating-point tensors, cast to ``dtype``; gradients flow back in each one's own dtype."""
+    # Not Tensor.to, which spends a third of its time on parsing its arguments.
     return [
         tensor if tensor is None or tensor.dtype is dtype or not tensor.is_floating_point() else tensor.type(dtype)
         for tensor in tensors
@@ -155,7 +155,7 @@ def autocast(tensors: Sequence[Any], dtype: torch.dtype) -> list[Any]:
 
 
 class _WithoutAutocast:
-    """Autocast that is on is off inside; ``torch.autocast(kind, enabled=False)`` takes five times as long."""
+    """Turns autocast, which is on, off inside; ``torch.autocast(kind, enabled=False)`` takes five times as long."""
 
     def __init__(self, kind: str) -> None:
         self._kind = kind
@@ -171,7 +171,7 @@ _switched_off = functools.cache(_WithoutAutocast)
 
 
 def without_autocast(device: torch.device) -> AbstractContextManager[object]:
-    """Operands are cast once, before a Function; nothing inside it, forward or backward, may cast them again."""
+    """Autocast off: operands are cast once, before a Function, and nothing inside it may cast them again."""
     kind = _autocast_kind(device)
     return _NOTHING if kind is None or not torch.is_autocast_enabled(kind) else _switched_off(kind)
 
@@ -189,9 +189,9 @@ def rows(tensor: Tensor) -> Tensor:
 
 
 def with_leading_dims(matrix: Tensor, tensor: Tensor) -> Tensor:
-    """A new matrix of rows ``[rows, N]`` as ``[*B, M, N]``, with the leading dims of ``tensor``, and no view.
+    """A new matrix ``[rows, N]`` as ``[*B, M, N]`` with the leading dims of ``tensor``, but not as a view.
 
-    Autograd refuses to change a view that was made inside of an autograd Function in place.
+    Autograd forbids in-place changes of views that were made inside a Function.
     """
     if tensor.dim() == 2:
         return matrix
@@ -205,7 +205,7 @@ def leading_dims(*tensors: Tensor) -> torch.Size:
 
 
 def flat_batch(tensor: Tensor, batch: torch.Size) -> Tensor:
-    """``[*batch, rows, columns]`` as ``[Z, rows, columns]``, without a copy where one matrix serves every entry."""
+    """``[*batch, rows, columns]`` as ``[Z, rows, columns]``, without a copy if all entries share one matrix."""
     if tensor.dim() == 3 and tensor.shape[:1] == batch:
         return tensor
     if all(size == 1 for size in tensor.shape[:-2]):

@@ -1,8 +1,8 @@
-"""The one way of a call: recognised, or checked and planned; then run by kernels, by torch, or as a custom operation.
+"""How every call runs: recognised, or checked and planned; then by kernels, by torch, or as a custom operation.
 
-An operation is one object, registered under the name of its public function. What is the same for all of them is
-written here, once: calls that were made before, autocast, dispatch modes and compilers, the choice between a plain run
-and autograd, upstream gradients of any layout, and gradients that are to be differentiated again.
+An operation is one object, registered under the name of its public function. What all of them share is written here
+once: the cache of prepared calls, autocast, dispatch modes and compilers, the choice between a plain run and autograd,
+upstream gradients of any layout, and second derivatives.
 """
 
 from __future__ import annotations
@@ -34,32 +34,30 @@ Tensors = Sequence[Any]  # tensors, or None for those that are not given
 # Every operation by the name of its public function.
 OPERATIONS: dict[str, Operation] = {}
 
-# Calls that were checked and planned before, by their signature. Forgetting all of them when they become many costs no
-# more than planning them again.
+# Prepared calls by their signature. Cleared when full, which costs no more than planning them again.
 _prepared: dict[tuple[object, ...], Prepared] = {}
 _PREPARED_LIMIT = 4096
 
 
 class Operation:
-    """What the way of a call asks of an operation; a subclass answers, and is created with its public function.
+    """The interface of an operation, which subclasses implement; an instance is created with the public function.
 
     The arguments of the public function are its ``tensors`` and its ``options``, both in the function's order.
     """
 
     problem_type: ClassVar[type[Call]]
-    # What kernels take, in order, after autocast and with the batch flattened; "?" marks operands that may be None.
+    # The kernels' operands in order, after autocast and with a flat batch; "?" marks operands that may be None.
     operands: ClassVar[str]
-    # The tensors that kernels see as matrices of rows, which takes a copy where the rows are not evenly spaced.
+    # Tensors that kernels read as matrices of rows; they are copied where the rows are not evenly spaced.
     row_operands: ClassVar[tuple[str, ...]] = ()
-    # The operand that is added to the result, so that its gradient is that of the result.
+    # Position of the operand that is added to the result, so that its gradient is that of the result.
     added: ClassVar[int | None] = None
     # Paths that run torch's own expression.
     torch_paths: ClassVar[tuple[str, ...]] = ("torch",)
-    # Whether that expression gets the tensors that kernels would get under autocast, and casts nothing again. Elsewhere
+    # Whether under autocast that expression takes tensors that are cast as for kernels, with autocast off. Otherwise
     # autocast casts for each of its operations.
     torch_takes_cast: ClassVar[bool] = False
-    # :meth:`backward` where nobody reads or holds ``made`` any longer, so that it may be overwritten or returned; None:
-    # there is nothing to gain.
+    # A :meth:`backward` that may overwrite or return ``made``, for when nobody else holds it; None: nothing to gain.
     last_backward: Callable[..., Tensors] | None = None
     # Whether kernels compute the backward pass, which is a custom operation of its own then; else torch does.
     has_backward: ClassVar[bool] = True
@@ -77,20 +75,20 @@ class Operation:
         self._places = tuple(tensors), tuple(options)
         self._tensors: Callable[..., Any] = at_places(tensors)
         self._options: Callable[..., Any] = at_places(options)
-        # Of calls of the public function itself, whose layers are often alike.
+        # For calls of the public function itself: consecutive layers are often alike.
         self._last = LastCall()
         self.composite = Composite(function)
         self.kernel_operation = KernelOperation(self)
         OPERATIONS[self.name] = self
 
-    # What a subclass answers.
+    # What a subclass implements.
 
     def check(self, tensors: Tensors, options: tuple[Any, ...]) -> tuple[Any, ...]:
         """Raises an error that names the argument that is wrong; returns the options with canonical names."""
         raise NotImplementedError
 
     def problem(self, tensors: Tensors, options: tuple[Any, ...]) -> Call:
-        """The planning problem of a call that is right."""
+        """The planning problem of a checked call."""
         raise NotImplementedError
 
     def reference(self, **arguments: Any) -> Any:
@@ -108,25 +106,25 @@ class Operation:
         raise NotImplementedError
 
     def flattened(self, call: Prepared, tensors: Tensors) -> Tensors:
-        """The operands of the kernels, from the tensors in the dtype of their products."""
+        """The kernels' operands, from tensors that are already cast."""
         return tensors
 
     def forward(self, call: Prepared, operands: Tensors, wanted: Sequence[bool]) -> tuple[Tensors, Tensors]:
-        """The results, and what is made for the backward pass, given whose gradients are wanted."""
+        """(results, saved tensors beside the operands); ``wanted``: whose gradients are wanted."""
         raise NotImplementedError
 
     def backward(
         self, call: Prepared, operands: Tensors, made: Tensors, wanted: Sequence[bool], upstream: Tensors
     ) -> Tensors:
-        """The wanted gradients of the operands by kernels, of contiguous upstream gradients."""
+        """The wanted gradients of the operands by kernels, for contiguous upstream gradients."""
         raise NotImplementedError
 
     def expression(self, call: Prepared, operands: Tensors) -> Tensors:
-        """The results of :meth:`forward` in torch's own operations, for everything that differentiates them."""
+        """The results of :meth:`forward` in torch's own operations, where these are to be differentiated."""
         raise NotImplementedError
 
     def results(self, operands: Tensors, problem: Any, path: str, extras: dict[str, Any], saving: bool) -> Results:
-        """What :meth:`forward` gives and makes, described; ``saving``: whether any gradient is wanted."""
+        """Shapes and dtypes of what :meth:`forward` returns; ``saving``: whether any gradient is wanted."""
         raise NotImplementedError
 
     def facts(self, plan: Any, device: Device) -> list[tuple[str, str]]:
@@ -134,7 +132,7 @@ class Operation:
         return plan.facts(device)
 
     def extras(self, options: tuple[Any, ...]) -> dict[str, Any]:
-        """What kernels need of the options beyond the problem: numbers and words by name."""
+        """What kernels need of the options beyond the problem: numbers and strings by name."""
         return {}
 
     def details(self, plan: Any, extras: dict[str, Any]) -> Any:
@@ -146,15 +144,15 @@ class Operation:
         return (True,) * len(wanted)
 
     def unread(self, call: Prepared, wanted: Sequence[bool]) -> Sequence[int]:
-        """The places of kept operands whose values :meth:`backward` does not read, but :meth:`expression` does.
+        """Positions of kept operands whose values :meth:`expression` reads, but :meth:`backward` does not.
 
-        They may be changed in place before it runs, as torch's own operations allow of a bias; not before it is
+        They may be changed in place before a backward pass, as torch allows for a bias, but not before one that is
         differentiated itself.
         """
         return ()
 
     def constant(self, problem: Any, wanted: Sequence[bool]) -> Sequence[int]:
-        """The places of the results that depend on no operand whose gradient is wanted: they require none."""
+        """Positions of the results that depend on no operand whose gradient is wanted: they require none."""
         return ()
 
     def finished(self, call: Prepared, tensors: Tensors, results: Any) -> Any:
@@ -165,7 +163,7 @@ class Operation:
         """The public result, from those of its tensors that are not None."""
         return found[0] if len(found) == 1 else tuple(found)
 
-    # The way of a call.
+    # How a call runs.
 
     def __call__(self, *arguments: Any) -> Any:
         """The public function, called with all of its arguments in order."""
@@ -177,12 +175,12 @@ class Operation:
     def repeat(self, last: LastCall, tensors: Tensors, options: tuple[Any, ...], *, in_kernels: bool = False) -> Any:
         """The public function, called by a module that keeps its ``last`` call.
 
-        ``in_kernels``: give None where torch would run the call, as the module knows a faster way to do that.
+        ``in_kernels``: return None where torch would run the call, because the module has a faster way to do that.
         """
         call = last.again(tensors, options)
         if call is None:
             if (symbol := next((each for each in tensors if isinstance(each, Proxy)), None)) is not None:
-                # torch.fx follows no checks of what holds no numbers: the whole call is one node of its graph.
+                # torch.fx cannot trace checks of a Proxy's values: the whole call is one node of its graph.
                 named = dict(zip((*self.tensor_names, *self.option_names), (*tensors, *options), strict=True))
                 return symbol.tracer.create_proxy("call_function", self.function, (), named)
             if _get_tracing_state() is not None:
@@ -199,7 +197,7 @@ class Operation:
         return self.run(call, tensors)
 
     def prepared(self, tensors: Tensors, options: tuple[Any, ...]) -> Prepared:
-        """The call, as it was prepared before or as it is now checked and planned.
+        """The prepared call from the cache, or checked and planned now.
 
         Raises:
             TypeError, ValueError: as the public function.
@@ -208,7 +206,7 @@ class Operation:
         key = signature(self.name, tensors, options)  # type: ignore[arg-type]
         if key is not None:
             known = _prepared.get(key)
-            # The device is described anew while others of its facts are assumed, or after a self-test.
+            # A device has other facts while some are assumed, and after a self-test.
             if known is not None and dispatch.describe(tensors[0].device) is known.facts:
                 return known
         options = self.check(tensors, options)
@@ -220,7 +218,7 @@ class Operation:
         if device.type == "cuda":
             make_products_ready(device)
         if key is None:
-            # Subclasses and tensors of transforms tell autograd themselves what they want.
+            # For subclasses and tensors of transforms autograd decides itself.
             call.wants_gradient = True
         elif self.may_be_repeated(options):
             if len(_prepared) >= _PREPARED_LIMIT:
@@ -246,11 +244,11 @@ class Operation:
         return self._tensors(values), self._options(values)
 
     def planned(self, problem: Any, plan: Any, facts: Device, extras: dict[str, Any]) -> Prepared:
-        """A call of which only this is known, as a custom operation knows it."""
+        """A prepared call without tensors and options, which a custom operation does not have."""
         return Prepared(self, (), problem, plan, facts, extras)
 
     def may_be_repeated(self, options: tuple[Any, ...]) -> bool:
-        """Whether the checks of a call would find the same the next time."""
+        """Whether the checks of a call still hold at the next one with the same key."""
         return True
 
     def run(self, call: Prepared, tensors: Tensors) -> Any:
@@ -302,10 +300,10 @@ class Operation:
         inside: bool = False,
         last: bool = False,
     ) -> Tensors:
-        """The wanted gradients of the operands; ``saved`` are the operands, and what the forward pass made.
+        """The wanted gradients of the operands; ``saved`` are the operands, then what :meth:`forward` made.
 
-        ``inside``: of the custom operation, past the dispatch modes that observe it. ``last``: nobody reads or holds
-        what the forward pass made any longer.
+        ``inside``: called by the custom operation, below the dispatch modes that observe it. ``last``: nobody else
+        reads or holds what :meth:`forward` made.
         """
         first = next((each for each in upstream if each is not None), None)
         if first is None:
@@ -322,7 +320,7 @@ class Operation:
         backward = self.last_backward if last and self.last_backward is not None else self.backward
         with without_autocast(first.device):
             found = backward(call, operands, made, wanted, upstream)
-        # Behind the kernels, which have made this thread's context current: else torch warns that there is none.
+        # After the kernels, which make the CUDA context current in this thread: without one torch warns.
         if first.is_cuda:
             make_products_ready(first.device)
         return found
@@ -332,7 +330,7 @@ class Operation:
     ) -> Tensors:
         """The wanted gradients through :meth:`expression`, to be differentiated again with ``create_graph=True``."""
         again = torch.is_grad_enabled()
-        # One tensor may play several roles; views, or leaves of a graph of their own, tell them apart.
+        # One tensor may be several operands; views, or new leaves, tell them apart.
         views = [
             t if t is None else t.view_as(t) if again else t.detach().requires_grad_(want)
             for t, want in zip(operands, wanted, strict=True)
@@ -340,7 +338,7 @@ class Operation:
         device = next(view.device for view in views if view is not None)
         with autograd_in_reach(), torch.enable_grad(), without_autocast(device):
             results = self.expression(call, views)
-            # A result may depend on nothing that a gradient is wanted of, or have no gradient of its own.
+            # A result may depend on no wanted operand, or have no upstream gradient.
             pairs = [
                 (result, gradient)
                 for result, gradient in zip(results, map(dense, upstream), strict=True)

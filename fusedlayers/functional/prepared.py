@@ -1,4 +1,4 @@
-"""A call that was checked and planned, to be run any number of times."""
+"""A checked and planned call, to be run any number of times."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from .operands import autocast_dtype, compute_dtype
 
 
 class Prepared:
-    """A call that was checked and planned: everything that the next one like it need not find out again.
+    """A checked and planned call, which later calls with the same key reuse.
 
-    ``ready`` belongs to the kernels: launches that are complete but for addresses. All calls that share it have
+    ``ready`` belongs to the kernels: launches that are complete except for addresses. All calls that share it have
     operands of the same shapes, dtypes and layouts.
     """
 
@@ -41,7 +41,7 @@ class Prepared:
         self.ready: dict[Any, Any] = {}
         self.details = operation.details(plan, extras)
         self.sees_through: bool = operation.sees_through(self)
-        # Nothing stands between the call and torch's expression: no cast of autocast's, no subclass to be named.
+        # torch's expression runs as it is: autocast does not cast, and no error has to name a subclass.
         self.direct: bool = self.sees_through and self.dtype is None and not problem.subclass
         self.wanted: tuple[bool, ...] = ()
         self.kept: tuple[bool, ...] = ()

@@ -3,15 +3,15 @@
 import torch
 from torch import Tensor
 
-# On an H200 one ``torch.sum`` over 131,072 rows of 128 columns, or 16,384 of 1024, took 128 MiB of scratch memory:
-# eight bytes for each element. Two short ones take almost none: first over so many rows each, if there are many more.
+# One ``torch.sum`` over 131,072 x 128 or 16,384 x 1024 takes 128 MiB of scratch memory on an H200: eight bytes per
+# element. From _LONG rows on, sums over _SHORT rows at a time come first, which need almost none.
 _LONG, _SHORT = 4096, 512
-# A CPU converts what it sums up in another dtype as a whole first: so many elements at a time.
+# On a CPU sum(dtype=...) casts the whole tensor; sum in blocks of this many elements.
 _CONVERTED = 2**18
 
 
 def accumulated(dtype: torch.dtype) -> torch.dtype:
-    """The dtype that sums of ``dtype`` are added up in: at least float32."""
+    """The accumulation dtype for sums of ``dtype``: at least float32."""
     return torch.promote_types(dtype, torch.float32)
 
 
@@ -32,9 +32,9 @@ def summed_rows(matrix: Tensor) -> Tensor:
 
 
 def add_product(total: Tensor, left: Tensor, right: Tensor, first: bool) -> None:
-    """Adds ``leftᵀ @ right`` to the total, which the ``first`` product begins, unrounded where the total is wider."""
-    # Without a product of 16-bit operands that adds to float32 both are converted first: so much at a time that it
-    # takes a quarter of the total's bytes.
+    """``total += leftᵀ @ right`` in the dtype of the total; the ``first`` product overwrites it."""
+    # A CPU has no product of 16-bit operands with a float32 result. Both are converted, in steps that take a quarter
+    # of the total's bytes.
     step, wider = max(1, len(left)), {}
     if left.dtype != total.dtype and left.is_cuda:
         wider = {"out_dtype": total.dtype}

@@ -1,4 +1,4 @@
-"""The user's switches: environment variables that are read at every call; an empty one is as one that is not set."""
+"""The user's switches: environment variables that are read at every call; an empty one counts as not set."""
 
 import math
 import os
@@ -10,8 +10,8 @@ from ..planning import BACKENDS
 
 SWITCHES = ("FUSEDLAYERS_BACKEND", "FUSEDLAYERS_STRICT", "FUSEDLAYERS_WORKSPACE_MIB")
 
-# os.environ decodes a variable whenever it is read and raises an error internally where it is not set: half a
-# microsecond each. Beneath it lies a dictionary, of bytes on POSIX systems.
+# os.environ decodes a variable at every read and raises internally where it is not set: half a microsecond each. Its
+# own dictionary, of bytes on POSIX systems, is read directly.
 _environment = os.environ
 _beneath: Any = getattr(os.environ, "_data", None)
 _BACKEND, _STRICT, _WORKSPACE = (os.fsencode(name) for name in SWITCHES)
@@ -20,8 +20,8 @@ if os.name != "posix" or type(_beneath) is not dict or not all(type(key) is byte
 
 
 def switches() -> tuple[object, object, object]:
-    """The raw values of the :data:`SWITCHES`, None for those that are not set: what a call is recognised by."""
-    # Somebody may have put another mapping in the place of os.environ.
+    """The raw values of the :data:`SWITCHES`, None where not set; they are part of every call's key."""
+    # os.environ may have been replaced by another mapping.
     if _beneath is not None and os.environ is _environment:
         return _beneath.get(_BACKEND), _beneath.get(_STRICT), _beneath.get(_WORKSPACE)
     return os.environ.get(SWITCHES[0]), os.environ.get(SWITCHES[1]), os.environ.get(SWITCHES[2])
@@ -59,7 +59,7 @@ def workspace_limit() -> int:
 
 @contextmanager
 def switched(values: Mapping[str, str]) -> Iterator[None]:
-    """Sets environment variables (``FUSEDLAYERS_BACKEND`` ...) for a while."""
+    """Sets environment variables (``FUSEDLAYERS_BACKEND`` ...) inside the context."""
     before = {name: os.environ.get(name) for name in values}
     os.environ.update(values)
     try:

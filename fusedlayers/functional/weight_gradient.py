@@ -20,7 +20,7 @@ from .prepared import Prepared
 
 
 def weight_gradient(dy: Tensor, x: Tensor, *, bias: bool = True) -> tuple[Tensor, Tensor | None]:
-    """Weight and bias gradient of ``y = x Wᵀ + b``: ``dW = dyᵀ x`` and ``db = Σ dy`` in one pass over dy.
+    """Weight and bias gradient of ``y = x Wᵀ + b``: ``dW = dyᵀ x`` and ``db = Σ dy``, in one pass over dy if faster.
 
     Args:
         dy: ``[*B, M, O]`` or ``[O]``: any leading dims, any strides; the gradients are sums over all of these rows.
@@ -30,7 +30,7 @@ def weight_gradient(dy: Tensor, x: Tensor, *, bias: bool = True) -> tuple[Tensor
     Returns:
         dW ``[O, K]``, and db ``[O]`` or None, in the dtype of dy (under autocast: in autocast's dtype), summed in
         float32 and rounded once. float16, bfloat16 and float32 can run in Triton kernels; every floating dtype runs
-        through torch. Both can be differentiated by dy and x.
+        through torch. Both are differentiable in dy and x.
 
     Raises:
         TypeError: an argument of the wrong type, a dtype that is not real floating or differs from that of dy.
@@ -41,7 +41,7 @@ def weight_gradient(dy: Tensor, x: Tensor, *, bias: bool = True) -> tuple[Tensor
 
 
 def check_weight_gradient(dy: Tensor, x: Tensor, bias: bool) -> None:
-    """All arguments of ``functional.weight_gradient``."""
+    """Checks every argument."""
     check_given(dy=dy, x=x)
     check_tensors({"dy": dy, "x": x}, sparse=("x",))
     check_bias(bias)
@@ -57,7 +57,7 @@ def check_weight_gradient(dy: Tensor, x: Tensor, bias: bool) -> None:
 def planned_weight_gradient(
     dy: Tensor, x: Tensor, plan: WeightGradientPlan, ready: dict[Any, Any]
 ) -> tuple[Tensor, Tensor | None]:
-    """dW and db, or None, of dy ``[M, O]`` and x ``[M, K]``, as ``plan`` says; ``ready`` as of a prepared call."""
+    """dW and db (or None) of dy ``[M, O]`` and x ``[M, K]``, as planned; ``ready`` as in :class:`.Prepared`."""
     problem = plan.problem
     if plan.path == "sums":
         return torch.mm(dy.T, x), column_sums(dy, COLUMN_SUM_TILES, ready)
@@ -96,7 +96,7 @@ class _WeightGradient(Operation):
         return "weight_gradient: dW = dyᵀ x" + (", db = Σ dy" if problem.bias else "")
 
     def sees_through(self, call: Prepared) -> bool:
-        # What torch.compile makes of the sums is as fast as the kernel.
+        # torch.compile's column sums are as fast as the kernel.
         return super().sees_through(call) or (call.observed and call.plan.path == "sums")
 
     def through_torch(self, call: Prepared, tensors: Tensors) -> tuple[Tensor, Tensor | None]:
@@ -136,7 +136,7 @@ class _WeightGradient(Operation):
         return d_dy, d_x
 
     def results(self, operands: Tensors, problem: Any, path: str, extras: dict[str, Any], saving: bool) -> Results:
-        # Of a backward pass with a frozen operand the other one is all there is.
+        # In a backward pass an operand that no gradient needs is None.
         dtype = next(operand.dtype for operand in operands if operand is not None)
         return [Result((problem.O, problem.K), dtype), Result((problem.O,), dtype) if problem.bias else None], []
 

@@ -1,8 +1,8 @@
 """FFNs whose linears carry adapters of low rank: peft's ``lora.Linear`` is read through, as plain linears are.
 
 peft computes ``base(x) + scaling · B(A(dropout(x)))`` in the call of a module that wraps the linear. While that is all
-that its call does, the FFN runs through ``functional.lora_ffn``, with the parameters where peft keeps them. Everything
-else that an adapter may be (DoRA and other variants, several at once) is called.
+that its call does, the FFN runs through ``functional.lora_ffn``, with the parameters where peft keeps them. Any other
+adapter (DoRA and other variants, several at once) is called.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _NO_LINEAR = _Adapted(None, None)  # type: ignore[arg-type]  # there is no gate
 
 
 class AdaptedFFNPieces(FFNPieces):
-    """An FFN some of whose linears are wrapped by peft's adapters, in the state in which they are now."""
+    """An FFN some of whose linears are wrapped by peft's adapters, in their current state."""
 
     __slots__ = ("_adapters", "_base", "_dropouts")
 
@@ -71,7 +71,7 @@ class AdaptedFFNPieces(FFNPieces):
 
     @property
     def may_be_kept(self) -> bool:
-        """Whether all adapters take part, and autocast need not be asked."""
+        """Whether all adapters are active, and all dtypes equal, so that autocast does not matter."""
         linears = [linear for linear in self.linears() if is_adapted(linear)]
         dtypes = {cast(Tensor, parameter(each, "weight")).dtype for each in self.read_linears()}
         return all(active_adapter(linear) for linear in linears) and len(dtypes) == 1
@@ -99,7 +99,7 @@ class AdaptedFFNPieces(FFNPieces):
     def arguments(
         self, x: Tensor, residual: Tensor | None = None, recompute: Literal["auto"] | bool | int = "auto"
     ) -> dict[str, Any]:
-        """The arguments of ``functional.lora_ffn``, which adds no residual, and keeps pre-activations."""
+        """The arguments of ``functional.lora_ffn``, which has neither a residual nor ``recompute``."""
         if self._base is not None:
             return self._base.arguments(x, residual, recompute)
         tensors, options = self._given(x)
@@ -109,9 +109,9 @@ class AdaptedFFNPieces(FFNPieces):
     def run(
         self, x: Tensor, residual: Tensor | None = None, recompute: Literal["auto"] | bool | int = "auto"
     ) -> Tensor | None:
-        """``functional.lora_ffn`` of x; None as for any FFN, and where a dropout of the hidden must be called.
+        """``functional.lora_ffn`` of x; None as for any FFN, and where the hidden has a dropout.
 
-        A dropout of the adapters, too, is drawn by the function on any path.
+        The adapters' dropout, too, is drawn by the function on any path.
         """
         if self._base is not None:
             return self._base.run(x, residual, recompute)
@@ -131,7 +131,7 @@ class AdaptedFFNPieces(FFNPieces):
             x, up.weight, down.weight, up.bias, down.bias, gate.weight, gate.bias, up.a, up.b, down.a, down.b, gate.a,
             gate.b,
         )  # fmt: skip
-        # The adapter of a linear that holds gate and up projection drops x once.
+        # The one adapter of a linear that holds gate and up projection drops x once.
         dropout = self.adapter_dropout_p, self.gate_rows is not None
         return (*tensors, None), (self.activation, up.scale, down.scale, gate.scale, *dropout)
 
@@ -177,7 +177,7 @@ def _why_not_read(linear: Any) -> str | None:
 
 
 def _dropout_p(linear: Any, name: str) -> float:
-    """The probability with which the adapter of this name drops now what it takes."""
+    """The current dropout probability of the input of this adapter."""
     dropout = linear.lora_dropout[name]
     return float(dropout.p) if type(dropout) is nn.Dropout and dropout.training else 0.0
 

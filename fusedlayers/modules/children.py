@@ -2,8 +2,8 @@
 
 A child is read through (its weights go to ``functional.ffn``) when nobody could tell the difference: it is exactly
 ``nn.Linear`` (or transformers' ``Conv1D``), with plain parameters, and nothing is attached to its call. Hooks,
-quantisation, parametrization and sharding all live in that call, so any other child is called. So do adapters of low
-rank, which ``adapters.py`` reads.
+quantisation, parametrization and sharding all live in that call, so any other child is called. Low-rank adapters live
+there, too; ``adapters.py`` reads these.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ _ALIKE = ("transformers.models.falcon.modeling_falcon.FalconLinear",)
 # peft's wrapper of a linear layer with adapters.
 _ADAPTED = "peft.tuners.lora.layer.Linear"
 
-# Classes whose calls are read past -> their forward as it was when it was seen first: torch's own before anybody else.
+# Classes whose calls are read past -> their original forward, taken at import for torch's own classes.
 _FORWARDS: dict[type[nn.Module], Callable[..., Any]] = {
     kind: kind.forward
     for kind in (nn.Linear, nn.Dropout, nn.Identity, nn.GELU, nn.ReLU, nn.SiLU, nn.Tanh, nn.Sigmoid, nn.LeakyReLU)
 }
-# The forwards of the others are weak, too: one that calls super() refers to its class.
+# Other classes at first sight. The values are weak, too: a forward that calls super() refers to its class.
 _SEEN: weakref.WeakKeyDictionary[type[nn.Module], weakref.ref[Callable[..., Any]]] = weakref.WeakKeyDictionary()
 
 _log = logging.getLogger(__name__)
@@ -56,7 +56,7 @@ def class_name(module: object) -> str:
 
 
 def parameter(linear: nn.Module, name: str) -> Tensor | None:
-    """The "weight" or "bias" of ``linear``, read where torch keeps it: finding it there itself takes torch longer."""
+    """The "weight" or "bias" of ``linear``, read from ``_parameters``, which is faster than an attribute."""
     kept = linear._parameters
     return kept[name] if name in kept else cast("Tensor | None", getattr(linear, name))
 
@@ -86,7 +86,7 @@ def is_transposed(linear: nn.Module) -> bool:
 def linear_weight(linear: nn.Module) -> Tensor:
     """The weight of a plain linear in ``nn.Linear``'s layout ``[out, in]``: itself, or a view of it.
 
-    Of one with adapters it is that of the linear which they wrap.
+    With adapters it is that of the wrapped linear.
     """
     linear = base_linear(linear)
     weight = cast(Tensor, parameter(linear, "weight"))
@@ -96,8 +96,8 @@ def linear_weight(linear: nn.Module) -> Tensor:
 def split_gate(merged: Tensor, gate_rows: str) -> tuple[Tensor, Tensor]:
     """The gate and the up projection of a weight ``[2N, K]`` or bias ``[2N]`` that holds both: two views.
 
-    ``gate_rows``: "first", "last", "even" or "odd", the rows of the gate. The gradient of the whole is put together in
-    one pass.
+    ``gate_rows``: "first", "last", "even" or "odd", the rows of the gate. Autograd assembles the gradient of the whole
+    in one pass.
     """
     if gate_rows in ("first", "last"):
         halves = merged.unflatten(0, (2, -1)).unbind(0)
@@ -132,7 +132,7 @@ def why_called_otherwise(kind: type[nn.Module]) -> str | None:
 
 
 def patched_method(kind: type[nn.Module], method: str) -> str | None:
-    """What was put in the place of a method of the class, or of the base that it has it from; None: nothing."""
+    """What replaced a method of the class, or of the base that defines it; None: nothing."""
     owner = next((base for base in kind.__mro__ if method in vars(base)), None)
     function = None if owner is None else vars(owner)[method]
     names = [getattr(function, name, None) for name in ("__module__", "__qualname__")]
@@ -182,14 +182,14 @@ def why_not_plain(linear: nn.Module) -> str | None:
         return f"has a weight that {reason}"
     if not weight.is_floating_point():
         return f"has a weight of {weight.dtype}"
-    # Sharded by FSDP's first version or by DeepSpeed, it is a vector, or empty, between calls.
+    # Between calls FSDP1 and DeepSpeed leave a vector, or an empty tensor.
     if weight.dim() != 2:
         return f"has a weight of shape {list(weight.shape)}"
     if bias is None:
         return None
     if reason := why_not_plain_tensor(bias):
         return f"has a bias that {reason}"
-    # torch.jit would write the comparison down, and warn; it calls the children anyway.
+    # torch.jit would trace the comparison, and warn; it calls the children anyway.
     outputs = 1 if transposed else 0
     if not torch.jit.is_tracing() and (bias.dim() != 1 or bias.shape[0] != weight.shape[outputs]):  # type: ignore[attr-defined]
         return f"has a bias of shape {list(bias.shape)} for {weight.shape[outputs]} columns"
@@ -207,7 +207,7 @@ def why_not_now(*tensors: Tensor | None) -> str | None:
     for tensor in tensors:
         if tensor is None:
             continue
-        # What is no tensor at all goes on, to the error that names the argument.
+        # Other types go on to the error that names the argument.
         is_tensor = isinstance(tensor, Tensor) or hasattr(type(tensor), "__torch_function__")
         if is_tensor and (reason := why_not_plain_tensor(tensor)):
             return f"an input {reason}"
@@ -215,7 +215,7 @@ def why_not_now(*tensors: Tensor | None) -> str | None:
 
 
 def is_plain_now(tensor: object) -> bool:
-    """Whether :func:`why_not_now` has nothing to say of this input, asked as cheaply as can be; False: ask it."""
+    """A cheap test: True implies that :func:`why_not_now` gives None for this input; False: ask it."""
     return (
         (type(tensor) is Tensor or type(tensor) is nn.Parameter)
         and tensor.layout is torch.strided
@@ -236,9 +236,9 @@ def say_once(module: nn.Module, reason: str, instead: str = "calls its children"
 
 
 def attributes_of(module: nn.Module) -> dict[str, Any]:
-    """What a module has, and what it reads of its class where it has no attribute of that name; methods are none of it.
+    """The attributes of a module and, where it has none of that name, of its classes below nn.Module; no methods.
 
-    Children and parameters are not in it, but an attribute of one of these names hides them.
+    Children and parameters are not included; an attribute of the same name hides them.
     """
     found: dict[str, Any] = {}
     kinds = type(module).__mro__
@@ -249,5 +249,5 @@ def attributes_of(module: nn.Module) -> dict[str, Any]:
 
 
 def _is_method(value: Any) -> bool:
-    """Whether an instance reads something else than what its class has."""
+    """Whether it is a descriptor, so that an instance reads something other than the class attribute."""
     return hasattr(type(value), "__get__") and not isinstance(value, staticmethod)

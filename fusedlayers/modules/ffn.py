@@ -136,7 +136,7 @@ class FusedFFN(nn.Module):
             if ready is not None and is_plain_now(x) and (residual is None or is_plain_now(residual)):
                 return cast(Tensor, ready.run(x, residual, self.recompute))
             pieces = self.ffn_pieces()
-            symbolic = isinstance(x, Proxy)  # torch.fx writes one call down
+            symbolic = isinstance(x, Proxy)  # torch.fx records the whole call as one node
             reason = pieces.why_not_plain() or (None if symbolic else why_not_now(x, residual))
             if reason is None:
                 if pieces.may_be_kept and not symbolic:

@@ -1,12 +1,12 @@
-"""What a block found at a call and uses again at the next ones, for as long as nothing about its parts has changed.
+"""The parts of a block's FFN, kept from call to call while a guard finds them unchanged.
 
-Searching a block for the parts of its FFN takes longer than a small product. So a block keeps what it found, beside all
-that the search looked at and that can change: where the parts are, their classes, hooks and methods, the options of
-activation and dropout, and of what kind the parameters are. Parameters themselves are read anew at every call, and
+Searching a block for the parts of its FFN takes longer than a small product. So a block keeps what it found, with a
+guard on all that the search looked at and that can change: where the parts are, their classes, hooks and methods, the
+options of activation and dropout, and the kind of the parameters. Parameters themselves are read at every call, and
 nothing here refers to them: a child that is replaced is freed at once.
 
-A loop over all of that would still take a third of the time of a small layer. So it is written out as the source of a
-function, once for all blocks that are built alike, as ``dataclasses`` and torch.compile's guards are.
+A loop over these conditions would still take a third of the time of a small layer. So the guard is generated as the
+source of a function, once for all blocks that are built alike, as ``dataclasses`` and torch.compile's guards are.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backw
 
 
 class _Guard:
-    """The source of a function of a block, line by line, and the values that it compares with.
+    """Builds the guard of a block: the source of a function, and the values that it compares with.
 
     In the source, ``module0`` is the block and ``own0`` its ``__dict__``; its parts follow as ``module1``, ``own1`` ...
     """
@@ -41,19 +41,19 @@ class _Guard:
         self._values: list[object] = []
 
     def value(self, value: object) -> str:
-        """The name of a value in the source."""
+        """Adds a value, and returns its name in the source."""
         self._values.append(value)
         return f"value{len(self._values) - 1}"
 
     def unless(self, condition: str) -> None:
-        """From here on the condition holds."""
+        """The guard fails unless the condition holds."""
         self._lines.append(f"if not ({condition}): return False")
 
     def note(self, line: str) -> None:
         self._lines.append(line)
 
     def function(self) -> Callable[[nn.Module], bool]:
-        """Whether all conditions hold."""
+        """The guard: whether all conditions hold for a block."""
         names = ", ".join(f"value{index}" for index in range(len(self._values)))
         body = "\n        ".join((*self._lines, "return True"))
         return _maker(f"def make({names}):\n    def stands(module0):\n        {body}\n    return stands\n")(
@@ -70,17 +70,17 @@ def _maker(source: str) -> Callable[..., Any]:
 
 
 class Kept:
-    """What a block found, and what else was so when it was found.
+    """What a block found, and the guard on it.
 
     Args:
-        block: whose parts they are.
-        found: what to use again.
-        names: of the parts of the block's FFNs, as attributes of the block; they may have dots.
+        block: the block.
+        found: the result to reuse.
+        names: attributes of the block that are parts of its FFNs; they may have dots.
         pieces: the FFNs.
-        methods: (class or module, name) of methods and functions that count, too; the parts' forwards do anyway.
+        methods: (class or module, name) of further methods and functions to guard; the parts' forwards always are.
         whole: whether the block holds nothing else, so that new children and tensors of its own matter, too.
 
-    ``stands(block)`` tells whether all of it is still so: then a search would find the same again.
+    ``stands(block)`` is the guard: while it holds, a search would find the same again.
     """
 
     __slots__ = ("_attributes", "found", "stands")
@@ -140,16 +140,16 @@ class Kept:
         self.stands = guard.function()
 
     def is_complete(self) -> bool:
-        """Whether nothing can change unseen: the options of a partial function lie inside of it."""
+        """Whether the guard sees every change; it cannot look inside a ``functools.partial``."""
         return not any(isinstance(value, functools.partial) for value in self._attributes)
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
-        """A copy of a block, or a block that was stored, searches anew."""
+        """A copied or unpickled block searches anew."""
         return type(None), ()
 
 
 def _same_attribute(guard: _Guard, owner: int, name: str, module: nn.Module, value: object) -> None:
-    """What is no module is the same object, where it was."""
+    """Guards an attribute that is no module: the same object in the same place."""
     own, expected = f"own{owner}", guard.value(value)
     if name in module.__dict__:
         guard.unless(f"{own}.get({name!r}, {guard.value(_MISSING)}) is {expected}")
@@ -160,7 +160,7 @@ def _same_attribute(guard: _Guard, owner: int, name: str, module: nn.Module, val
 
 
 def _same_module(guard: _Guard, owner: int, name: str, index: int, part: nn.Module) -> None:
-    """The same child, of the same class, not hidden behind an attribute of the same name."""
+    """Guards a child: the same object, of the same class, not hidden by an attribute of the same name."""
     guard.note(f"module{index} = own{owner}['_modules'].get({name!r})")
     guard.unless(
         f"module{index} is not None and module{index} is {guard.value(weakref.ref(part))}() "
@@ -170,7 +170,7 @@ def _same_module(guard: _Guard, owner: int, name: str, index: int, part: nn.Modu
 
 
 def _same_call(guard: _Guard, index: int, part: nn.Module) -> None:
-    """Nothing is attached to its call, and what can be set of it is as it was."""
+    """Guards a call: nothing is attached to it, and the module's options are unchanged."""
     own = f"own{index}"
     guard.unless(f"not ({' or '.join(f'{own}[{hooks!r}]' for hooks in _HOOKS)})")
     guard.unless(f"'forward' not in {own} and {own}.get('_compiled_call_impl') is None")
@@ -181,7 +181,7 @@ def _same_call(guard: _Guard, index: int, part: nn.Module) -> None:
 
 
 def _same_adapter(guard: _Guard, index: int, linear: Any, name: str) -> None:
-    """The adapters of a linear are in the same state: this one alone takes part, and no other kind of them."""
+    """Guards the adapters of a linear: still the same active ones, none merged, disabled or a variant."""
     active = linear._active_adapter
     guard.unless(
         f"not own{index}['_disable_adapters'] and not own{index}['merged_adapters'] and not own{index}['lora_variant'] "
@@ -191,7 +191,7 @@ def _same_adapter(guard: _Guard, index: int, linear: Any, name: str) -> None:
 
 
 def _same_kinds(guard: _Guard, index: int, linear: nn.Module) -> dict[str, Tensor]:
-    """Whether there is a bias; and the tensors to compare, by their names in the source."""
+    """Guards whether there is a bias; returns the tensors to compare, by their names in the source."""
     found = {}
     for each in ("weight", "bias"):
         name = f"{each}{index}"
@@ -210,7 +210,7 @@ def _holders(path: str) -> list[str]:
 
 
 def _inside(block: nn.Module, path: str) -> list[str]:
-    """What a linear with an adapter consists of, by paths; nothing of any other part."""
+    """Paths of the modules inside a linear with an adapter; none for any other part."""
     part: Any = block
     for name in path.split("."):
         part = getattr(part, name, None)
@@ -223,7 +223,7 @@ def _inside(block: nn.Module, path: str) -> list[str]:
 def kept(block: nn.Module) -> Any:
     """What :func:`keep` was given for ``block``, or None where something has changed since, or torch.jit traces."""
     found = block.__dict__.get(KEPT)
-    # torch.jit would write the comparison of shapes down, and warn.
+    # torch.jit would trace the comparison of shapes, and warn.
     if torch._C._get_tracing_state() is not None:
         return None
     return found.found if found is not None and found.stands(block) else None
@@ -238,15 +238,15 @@ def keep(
     *,
     whole: bool = False,
 ) -> None:
-    """Let ``block`` keep what was found, as :class:`Kept` takes it."""
+    """Keeps ``found`` in ``block``; the arguments are those of :class:`Kept`."""
     if torch._C._get_tracing_state() is not None:
         return
     made = Kept(block, found, names, pieces, methods, whole=whole)
     if made.is_complete():
-        # Past the __setattr__ of the block, which may be the user's.
+        # Bypasses the block's __setattr__, which may be the user's.
         block.__dict__[KEPT] = made
 
 
 def forget(block: nn.Module) -> None:
-    """Leave nothing behind in the block."""
+    """Removes what :func:`keep` stored in the block."""
     block.__dict__.pop(KEPT, None)

@@ -73,7 +73,7 @@ class SplitKLinear(nn.Linear):
         own = self.__dict__
         held = own["_parameters"]
         try:
-            # Found where torch keeps them sooner than as attributes.
+            # Faster than attributes.
             weight, bias = held["weight"], held["bias"]
         except KeyError:
             weight, bias = self.weight, self.bias
@@ -84,7 +84,7 @@ class SplitKLinear(nn.Linear):
             again, (_, split_k, reduction) = last.by_torch
             if own.get("split_k") is split_k and own.get("reduction") is reduction and again((x,)):
                 return F.linear(x, weight, bias)
-        # Nested tensors, and the stand-ins of torch.fx, which answer every question with another one.
+        # Nested tensors, and Proxies of torch.fx, whose attributes are Proxies.
         if getattr(x, "is_nested", False) is not False:
             return F.linear(x, weight, bias)
         return LINEAR.repeat(last, (x, weight, bias), (None, self.split_k, self.reduction))
@@ -100,7 +100,7 @@ class SplitKLinear(nn.Linear):
 
     @outside_of_traces
     def traced_switches(self) -> str:
-        """What the user's switches say while Dynamo traces."""
+        """The user's switches, a constant while Dynamo traces."""
         return LINEAR.composite.switches()
 
     def extra_repr(self) -> str:

@@ -40,7 +40,7 @@ class LinearCrossEntropyLoss(nn.Module):
             V · d1 · ... rows. By default it has one.
         bias: whether the linear layer has a bias.
         device, dtype: of its parameters, as in ``nn.Linear``.
-        weight: ``[V]``, what the losses of a class's tokens are multiplied by, or None; a buffer.
+        weight: ``[V]``, factors of the losses of each class's tokens, or None; a buffer.
         reduction, ignore_index, label_smoothing, softcap, logit_scale, z_loss, recompute: as in the function.
 
     Raises:
@@ -93,7 +93,7 @@ class LinearCrossEntropyLoss(nn.Module):
         self.linear.reset_parameters()
 
     def options(self) -> dict[str, Any]:
-        """What the loss is told besides the tensors of the linear layer and of the call."""
+        """The arguments of the loss besides the tensors of the linear layer and of the call."""
         return {
             "weight": self.weight,
             "reduction": self.reduction,
@@ -118,13 +118,13 @@ class LinearCrossEntropyLoss(nn.Module):
     def why_called(self, *tensors: Tensor | None) -> str | None:
         """Why a call with these tensors would call the linear layer, or None if it would read its weights."""
         reason = why_not_plain(self.linear)
-        # Symbols of torch.fx, which writes one call down, are no tensors of unusual kinds.
+        # Proxies of torch.fx, which records the whole call as one node, do not count as unusual tensors.
         given = [each for each in tensors if not isinstance(each, Proxy)]
         return why_not_now(*given) if reason is None else f"linear {reason}"
 
     @outside_of_traces
     def why_called_in_traces(self) -> str | None:
-        """The same while Dynamo traces a call, without guards."""
+        """:meth:`why_called` while Dynamo traces a call, without guards."""
         return self.why_called()
 
     def forward(self, input: Tensor, target: Tensor) -> Tensor:
@@ -140,7 +140,7 @@ class LinearCrossEntropyLoss(nn.Module):
         return self.loss_of(self.linear(input), target)
 
     def loss_of(self, logits: Tensor, target: Tensor) -> Tensor:
-        """The loss of logits that the linear layer was called for."""
+        """The loss of logits from a call of the linear layer."""
         if self.out_features:
             logits = logits.unflatten(-1, (self.num_classes, *self.out_features))
         return reference.cross_entropy(logits, target, out_features=self.out_features, **self.options())

@@ -22,7 +22,7 @@ class ExpertWeights(nn.Module):
     """The parameters of all experts, in the layout and by the names of transformers' models.
 
     ``gate_up_proj`` ``[E, 2 N, K]``, gate first, or without a gate ``up_proj`` ``[E, N, K]``; ``down_proj``
-    ``[E, K, N]``; and biases, if there are any, by the same names with ``_bias`` behind them.
+    ``[E, K, N]``; and biases, if there are any, by the same names with the suffix ``_bias``.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class ExpertWeights(nn.Module):
                     nn.init.uniform_(each, -bound, bound)
 
     def arguments(self) -> dict[str, Any]:
-        """What ``functional.moe_ffn`` takes of them."""
+        """Weights, biases and their layout, as arguments of ``functional.moe_ffn``."""
         return {
             "w_up": getattr(self, self.first),
             "w_down": self.down_proj,
@@ -77,14 +77,14 @@ class FusedMoE(nn.Module):
         d_model: width of input and output, K.
         d_ff: width of each expert's hidden, N.
         num_experts: E.
-        top_k: the experts of each token.
+        top_k: number of experts per token.
         activation: a name in ``fusedlayers.kernels.activations``, or Hugging Face's name for it.
         gated: whether every expert multiplies its activated gate with its up projection.
         bias: whether every projection of the experts has a bias.
         scores: "softmax" or "sigmoid" of the router's logits, in float32.
         normalize: whether the chosen scores are divided by their sum.
         shared_d_ff: width of the hidden of an expert that every token goes through, or None for none.
-        recompute: keep x and the routing alone for the backward pass.
+        recompute: save only x and the routing for the backward pass.
         device, dtype: of the parameters, as in ``nn.Linear``.
 
     Raises:
@@ -148,9 +148,9 @@ class FusedMoE(nn.Module):
         Raises:
             TypeError, ValueError: as in :meth:`forward`.
         """
-        # The router comes first, and torch's error would name neither the argument nor the module.
+        # The router runs first, and torch's error would name neither the argument nor the module.
         first = getattr(self.experts, self.experts.first)
-        if not isinstance(x, Proxy):  # of which torch.fx lets nothing be asked
+        if not isinstance(x, Proxy):  # which has no values to check
             if not isinstance(x, Tensor) or x.dtype != first.dtype:
                 check_given(x=x)
                 check_tensors({f"experts.{self.experts.first}": first, "x": x})
@@ -166,7 +166,7 @@ class FusedMoE(nn.Module):
         return index, weights.to(logits.dtype)
 
     def call_arguments(self, x: Tensor) -> dict[str, Any]:
-        """The arguments that ``forward(x)`` gives to ``functional.moe_ffn``, by name; the routing holds no numbers."""
+        """The arguments that ``forward(x)`` gives to ``functional.moe_ffn``, by name; the routing is a placeholder."""
         shape = (*x.shape[:-1], self.top_k)
         weights = x.new_empty(shape).requires_grad_(self.gate.weight.requires_grad or x.requires_grad)
         return self._arguments(x, x.new_zeros(shape, dtype=torch.int64), weights)

@@ -12,15 +12,15 @@ from ..functional.last_call import LastCall
 from ..functional.operation import Operation
 from .children import base_linear, linear_weight, parameter, split_gate, why_not_plain
 
-# Of the tensors of ``functional.ffn``: x, the residual and the seed.
+# Positions of x, the residual and the seed among the tensors of ``functional.ffn``.
 _INPUTS = (0, 7, 8)
 
 
 class FFNPieces:
     """One FFN as it stands in a module: its linear children, and how the hidden is made from them.
 
-    The linears are referred to weakly: blocks keep their pieces from call to call, and a child that is replaced must be
-    freed at once, not at the next call. A block runs pieces that it kept while its parameters are of the same kind.
+    The linears are weak references: blocks keep their pieces from call to call, and a child that is replaced must be
+    freed at once, not at the next call. A block reuses kept pieces while its parameters are of the same kind.
 
     ``original`` is the activation as the module has it, where that is not ours, and ``output_dropout_p`` the
     probability of a dropout that the module applies to the result, which is no part of :meth:`run`. Where one linear
@@ -57,7 +57,7 @@ class FFNPieces:
 
     @property
     def adapter_dropout_p(self) -> float:
-        """The probability of the dropout of what adapters take."""
+        """The dropout probability of the input of adapters."""
         return 0.0
 
     @property
@@ -77,7 +77,7 @@ class FFNPieces:
 
     @property
     def gate(self) -> nn.Module | None:
-        """The linear that is activated and multiplied in and nothing else, or None."""
+        """The linear of the gate alone, or None."""
         return None if self._gate is None else self._gate()
 
     def linears(self) -> tuple[nn.Module, ...]:
@@ -121,8 +121,8 @@ class FFNPieces:
     ) -> Tensor | None:
         """``functional.ffn`` of x with the parameters that the children hold now; only for plain children.
 
-        None where one linear holds gate and up projection and torch would run the FFN: as the module writes it, that is
-        one product instead of two. A dropout is drawn by ``functional.ffn`` on any path, so that its mask is the same.
+        None where one linear holds gate and up projection and torch would run the FFN: the module's own code takes one
+        product instead of two. But with a dropout ``functional.ffn`` runs on any path, so that its mask is the same.
         """
         w_up, b_up, w_gate, b_gate = self._into_hidden()
         w_down, b_down = _read(self._down())
@@ -134,9 +134,9 @@ class FFNPieces:
         return FFN.repeat(self._last, tensors, options, in_kernels=in_kernels)
 
     def run_instead(self, x: Tensor, recompute: Literal["auto"] | bool | int) -> Tensor | None:
-        """:meth:`run` instead of the code of a module of the user's, which must run where this gives None.
+        """:meth:`run` instead of a user's module's own code, which must run where this gives None.
 
-        So it is, too, for x of another width, which that may do something else with, or raise an error of its own.
+        None also for x of another width, for which that code may do something else, or raise its own error.
         """
         try:
             return self.run(x, None, recompute)

@@ -1,11 +1,11 @@
 """The FFN of a block while Dynamo traces it (torch.compile, strict torch.export), with no more guards than torch's own.
 
-Dynamo writes down a guard for all that traced Python looks at, and evaluates every one of them at each call. So the
-question which parts make an FFN, and whether they are plain, is answered outside of the trace, and its answer is a
-constant of the graph. Inside, the parts themselves are read as their own calls would have read them: a child that is
-replaced, another weight, another probability of dropout, ``train()`` and ``eval()`` compile anew as without this
-library. Hooks that come later are not seen: Dynamo does not look for them either, unless told to
-(``torch._dynamo.config.skip_nnmodule_hook_guards``). Nor are the environment variables of this library.
+Dynamo adds a guard for everything that traced Python reads, and evaluates all of them at each call. So the question
+which parts make an FFN, and whether they are plain, is answered outside of the trace, and its answer is a constant of
+the graph. Inside, the parts are read as their own calls would read them: a child that is replaced, another weight,
+another probability of dropout, ``train()`` and ``eval()`` recompile as without this library. Hooks that are added later
+are not noticed: Dynamo does not look for them either, unless told to
+(``torch._dynamo.config.skip_nnmodule_hook_guards``). Nor are changes of this library's environment variables.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from .pieces import FFNPieces
 _operation = FFN.composite.operation
 _adapted_operation = LORA_FFN.composite.operation
 _Method = TypeVar("_Method", bound=Callable[..., Any])
-# Options by which an activation computes another formula.
+# Options that change the formula of an activation.
 _OPTIONS = ("approximate", "negative_slope")
 
 
 def outside_of_traces(method: _Method) -> _Method:
-    """Let Dynamo call a method that takes nothing but self, and take what it gives as a constant without guards."""
-    # As torch.compiler.assume_constant_result, which would import Dynamo here and now: that takes seconds.
+    """Makes Dynamo call a method that takes only self, and use its result as a constant without guards."""
+    # What torch.compiler.assume_constant_result does, but without importing Dynamo, which takes seconds.
     method._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return method
 
@@ -45,8 +45,8 @@ class TracedFFN(NamedTuple):
     down: str
     gate: str | None
     activation: str | None
-    activation_word: str | None  # what lies there, if it is a str
-    options: tuple[tuple[str, Any], ...]  # of the module that lies there, if it is one
+    activation_word: str | None  # the attribute itself, if it is a str
+    options: tuple[tuple[str, Any], ...]  # of the activation, if it is a module
     dropout: str | None
     dropout_is_module: bool
     transposed: tuple[bool, ...]  # of up, down and the gate: whether the weight is laid out [in, out]
@@ -60,7 +60,7 @@ class TracedFFN(NamedTuple):
 
 
 def _options_of(part: object) -> tuple[tuple[str, Any], ...]:
-    """The options of a module that is an activation: of torch's those that matter, of others all numbers and names."""
+    """The options of an activation module: those of torch's that matter, all numbers and strings of others."""
     if not isinstance(part, nn.Module):
         return ()
     own = attributes_of(part)
@@ -91,16 +91,16 @@ def traceable(
     """What :func:`traced_ffn` takes, for the pieces at these paths; None where the children must be called.
 
     Args:
-        block: whose FFN it is.
+        block: the module that has the FFN.
         pieces: the FFN, or why it must be called.
-        up, down, gate, activation, dropout: where its parts are; None: there is none, or no part but a name.
-        recompute: as in ``functional.ffn``; None where the block has it as an attribute that can change.
+        up, down, gate, activation, dropout: paths of its parts; None: there is none, or only the name of an activation.
+        recompute: as in ``functional.ffn``; None where it is an attribute of the block, which can change.
     """
     if isinstance(pieces, str) or why_not_now() is not None:
         return None
     linears = (pieces.up, pieces.down, pieces.gate or pieces.up)
     adapted = [linear for linear in linears if is_adapted(linear)]
-    # What is merged or disabled is called: such a model is no longer trained.
+    # Merged or disabled adapters are called: such a model is not being trained.
     if not all(map(active_adapter, adapted)):
         return None
     part = None if activation is None else part_of(block, activation)
@@ -136,7 +136,7 @@ def traced_dropout_p(block: Any, path: str | None, is_module: bool) -> float:
 
 
 def traced_adapter(linear: Any, name: str) -> tuple[Any, ...] | None:
-    """A, B, what B adds to the bias, scale and dropout of an adapter; None where more than it takes part now."""
+    """A, B, what B adds to the bias, scale and dropout of an adapter; None unless it alone is active and unmerged."""
     if linear.merged_adapters or linear._disable_adapters or linear.lora_variant or len(linear.active_adapters) != 1:
         return None
     dropout, a, b = linear.lora_dropout[name], linear.lora_A[name], linear.lora_B[name]
@@ -152,7 +152,7 @@ def traced_ffn(
 ) -> Tensor | None:
     """The FFN of x, for Dynamo to trace; None where the children must be called.
 
-    ``dropout_p``: of the hidden, where it is not that of the dropout which the facts name; else None.
+    ``dropout_p``: of the hidden; None: that of the dropout which the facts name.
 
     It takes all it can from its arguments, and calls few functions of this library: each global costs guards.
     """
@@ -166,17 +166,17 @@ def traced_ffn(
     parts: list[Any] = []
     for path in (up_path, down_path, gate_path, activation_path, dropout_path):
         part: Any = None if path is None else block
-        # As part_of, whose name would cost a guard.
+        # Not part_of: that global would cost a guard.
         for name in () if path is None else path.split("."):
             part = getattr(part, name)
         parts.append(part)
     up, down, gate, part, dropout = parts
     parameters = []
     factors: list[Any] = []
-    # As an index of its own, enumerate would cost a guard.
+    # A counter, because enumerate would cost a guard.
     place = 0
     for linear in (up, down) if gate_path is None else (up, down, gate):
-        # Whoever calls it looks at this, too: another forward compiles anew.
+        # A call would read this, too: the guard makes another forward recompile.
         if linear.forward is None:
             return None
         bias = None
@@ -191,7 +191,7 @@ def traced_ffn(
         parameters += [linear.weight.t() if transposed[place] else linear.weight, bias]
         place += 1  # noqa: SIM113
     w_up, b_up, w_down, b_down, w_gate, b_gate = parameters if len(parameters) == 6 else (*parameters, None, None)
-    # Whoever is replaced may do something else with another width.
+    # The module that was replaced may do something else with another width.
     if x.dim() == 0 or x.shape[-1] != w_up.shape[1]:
         return None
     if gate_rows is not None:
@@ -214,7 +214,7 @@ def traced_ffn(
         (up_a, up_b, _, up_scale, _), (down_a, down_b, _, down_scale, _) = factors[:2]
         gate_a, gate_b, _, gate_scale, _ = factors[2] if gate_path is not None else (None, None, None, 1.0, 0.0)
         drops = [factor[4] for factor in factors if factor[0] is not None]
-        # A probability that changes becomes a symbol, for which this is the only guard.
+        # A probability that changes becomes a SymFloat, for which this is the only guard.
         for p in drops:
             if p != drops[0]:
                 return None

@@ -1,6 +1,6 @@
-"""Tensor and expert parallelism in torch's own words: each a ``ParallelStyle`` for ``parallelize_module``.
+"""Tensor and expert parallelism, each as a ``ParallelStyle`` for ``parallelize_module``.
 
-DDP and FSDP2 need nothing from here: the weights that they give to a forward pass are plain tensors.
+DDP and FSDP2 need nothing from here: inside a forward pass their weights are plain tensors.
 """
 
 from .experts import ExpertParallel, ExpertParallelMoE

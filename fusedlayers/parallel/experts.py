@@ -23,30 +23,30 @@ from ..functional.moe_ffn import MOE_FFN
 from ..modules import FusedMoE, class_name
 from .shards import check_mesh, distribute, local_part
 
-# What runs the experts of this process: rows, the local experts of each and their weights.
+# Runs the local experts: rows, the local experts of each row and their weights.
 _Run = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 class ExpertParallel(ParallelStyle):
     """Splits the experts of a mixture over the P processes of a device mesh; every process keeps its own tokens.
 
-    Each process has E / P experts, as DTensors under the same keys. In the forward pass one all-to-all brings every
-    token to the processes that have experts of it, once to each, with its experts and their weights, and another one
-    brings back a single sum for each. The backward pass takes the same two ways. The numbers of tokens that processes
-    exchange are read by the host, once in a call: it waits for the router, and a CUDA graph cannot capture that.
+    Each process has E / P experts, as DTensors under the same keys. In the forward pass all-to-alls send every token,
+    with its experts and their weights, once to each process that has experts of it, and another one returns a single
+    sum for each. The backward pass reverses these exchanges. The host reads the numbers of tokens to exchange once per
+    call, which synchronises it with the router: a CUDA graph cannot capture that.
 
         parallelize_module(model, mesh, {"blocks.*.feed_forward": ExpertParallel()})  # a FusedMoE
         parallelize_module(model, mesh, {"model.layers.*.mlp.experts": ExpertParallel()})  # after replace(model)
 
-    The module is a `FusedMoE`, or one that is called with tokens ``[M, K]``, their experts ``[M, k]`` and the weights
-    of these, whose parameters have the experts in their first dimension, and in which an index behind all experts adds
-    nothing: experts of transformers that `replace` has fused. Tokens may differ in number from process to process, and
+    The module is a `FusedMoE`, or the experts of a transformers model that `replace` has fused: called with tokens
+    ``[M, K]``, their experts ``[M, k]`` and the weights of these. The first dimension of all its parameters is that of
+    the experts, and it ignores an index past the last one. Tokens may differ in number from process to process, and
     require a gradient in all of them or in none. The gradient of an expert is the sum over the tokens of all processes;
     where DDP or FSDP average the other gradients over P processes, divide that of the experts by P, too. DDP has to be
     told to ignore the experts' parameters.
 
     Raises:
-        TypeError: the module is none of these.
+        TypeError: the module is neither.
         ValueError: the mesh has more than one dimension, or P does not divide E.
     """
 
@@ -60,9 +60,8 @@ class ExpertParallel(ParallelStyle):
         placements = {name: Shard(0) for name, each in holder._parameters.items() if each is not None}
         distribute(holder, dict(placements), device_mesh, self.src_data_rank)
         if not mixture and getattr(module, "num_experts", None) == experts:
-            # What its own forward counts.
+            # Its own forward reads it.
             cast(Any, module).num_experts = experts // device_mesh.size()
-        # Classes are hashable, whatever their instances are.
         module.__class__ = ExpertParallelMoE if mixture else _class_for(type(module))
         return module
 
@@ -89,10 +88,10 @@ class _InParts(nn.Module):
 
 
 class ExpertParallelMoE(_InParts, FusedMoE):
-    """What `ExpertParallel` makes of a `FusedMoE`: parameters and keys stay, its forward runs the local experts."""
+    """A `FusedMoE` that `ExpertParallel` has split: parameters and keys stay, forward runs the local experts."""
 
     def call_arguments(self, x: Tensor) -> dict[str, Any]:
-        """What this process computes with, as if as many tokens came as are in x."""
+        """The arguments of this process's call, as if it received as many tokens as are in x."""
         with _local_parameters(self.experts):
             return super().call_arguments(x)
 
@@ -113,7 +112,7 @@ class ExpertParallelMoE(_InParts, FusedMoE):
 
 
 class _ExpertsInParts(_InParts):
-    """Mixin of the classes that nobody can import, as :func:`_class_for` makes them."""
+    """Mixin of the classes of :func:`_class_for`, which cannot be imported by name."""
 
     whole: ClassVar[type[nn.Module]]
 
@@ -126,7 +125,7 @@ class _ExpertsInParts(_InParts):
         return _new_in_parts, (new, *arguments), *state
 
 
-# What `explain` asks of experts that are fused.
+# Methods that `explain` calls on fused experts.
 _ASKED = ("why_called", "call_arguments")
 
 
@@ -145,12 +144,12 @@ def _new_in_parts(new: Callable[..., nn.Module], *arguments: Any) -> nn.Module:
     return made
 
 
-# Classes -> those made of them, while somebody has these.
+# Original classes -> their split classes, while these are in use.
 _classes: weakref.WeakValueDictionary[type[nn.Module], type[nn.Module]] = weakref.WeakValueDictionary()
 
 
 def _class_for(original: type[nn.Module]) -> type[nn.Module]:
-    """A class for modules of this one, whose forward runs on the local experts."""
+    """A subclass of ``original`` whose forward runs the local experts."""
     if (made := _classes.get(original)) is not None:
         return made
     signature = inspect.signature(original.forward)
@@ -167,7 +166,7 @@ def _class_for(original: type[nn.Module]) -> type[nn.Module]:
 
 
 def _through_all(holder: nn.Module, x: Tensor, index: Tensor, weights: Tensor, run: _Run) -> Tensor:
-    """The result of the experts of all processes for the tokens of this one, as these lie in x."""
+    """The result of the experts of all processes for this process's tokens, in the shape of x."""
     first = next(each for each in holder._parameters.values() if each is not None)
     if not isinstance(first, DTensor):
         raise TypeError(
@@ -177,12 +176,12 @@ def _through_all(holder: nn.Module, x: Tensor, index: Tensor, weights: Tensor, r
     parts, experts = mesh.size(), first.shape[0] // mesh.size()
     tokens = math.prod(x.shape[:-1])
     flat, index, weights = (each.reshape(tokens, each.shape[-1]) for each in (x, index, weights))
-    # Which process has each expert; what is no expert nobody has.
+    # The process of each expert; ``parts`` for an index that is no expert.
     owners = torch.where((index >= 0) & (index < first.shape[0]), index // experts, parts)
     needed = (owners.unsqueeze(-1) == torch.arange(parts, device=x.device)).any(1)
     sent, received, order = _sizes(needed, mesh)
     destination, token = order // max(tokens, 1), order % max(tokens, 1)
-    # Experts of other processes are behind the local ones.
+    # Experts of other processes get an index past the local ones.
     theirs = owners[token] == destination.unsqueeze(-1)
     local = torch.where(theirs, index[token] - experts * destination.unsqueeze(-1), experts)
     group = mesh.get_group()
@@ -192,7 +191,7 @@ def _through_all(holder: nn.Module, x: Tensor, index: Tensor, weights: Tensor, r
     with _local_parameters(holder) as parameters:
         y = run(rows, chosen, scores)
         if not rows.shape[0]:
-            # All processes take part in the exchanges of the backward pass, and have a gradient of every parameter.
+            # Without rows, too, a process takes part in the backward exchanges and has a gradient of every parameter.
             used = rows * 1 + sum(each.flatten()[:0].sum() for each in parameters) + scores.sum()
             y = used.to(y.dtype)
     found = _Exchange.apply(y, sent, received, group)
@@ -203,7 +202,7 @@ def _through_all(holder: nn.Module, x: Tensor, index: Tensor, weights: Tensor, r
 
 
 def _sizes(needed: Tensor, mesh: DeviceMesh) -> tuple[list[int], list[int], Tensor]:
-    """How many tokens go to every process and come from it, and the places ``process * tokens + token`` that go."""
+    """Numbers of tokens sent to and received from every process, and ``process * tokens + token`` of those sent."""
     going = needed.sum(0)
     coming = _exchanged(going, None, None, mesh.get_group())
     sent, received = torch.stack((going, coming)).tolist()
@@ -213,7 +212,7 @@ def _sizes(needed: Tensor, mesh: DeviceMesh) -> tuple[list[int], list[int], Tens
 
 @contextmanager
 def _local_parameters(holder: nn.Module) -> Iterator[list[Tensor]]:
-    """Let the module read the parts of this process in the place of its parameters."""
+    """Inside, the module reads the local shards as its parameters."""
     whole: dict[str, Any] = dict(holder._parameters)
     local = {name: local_part(each) for name, each in whole.items() if isinstance(each, DTensor)}
     holder._parameters.update(cast(Any, local))
@@ -232,7 +231,7 @@ def _exchanged(rows: Tensor, received: list[int] | None, sent: list[int] | None,
 
 
 class _Exchange(torch.autograd.Function):
-    """An all-to-all, whose gradient takes the way back."""
+    """An all-to-all; its backward pass is the reverse exchange."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, received: list[int], sent: list[int], group: dist.ProcessGroup) -> Tensor:

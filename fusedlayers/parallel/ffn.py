@@ -21,17 +21,17 @@ class FusedFFNParallel(ParallelStyle):
     """Splits the hidden of a `FusedFFN` over the P processes of a device mesh (Shoeybi et al., 2019, "Megatron-LM").
 
     Each process keeps N / P rows of ``up_proj`` and ``gate_proj`` and as many columns of ``down_proj``, as DTensors
-    under the same keys, and runs :func:`fusedlayers.functional.ffn` on them, in kernels where it is planned so. The
-    results are summed by one all-reduce, or by a reduce-scatter where ``output_layouts`` is a ``Shard``: with
-    ``Shard(1)`` on both sides tokens are split outside of the block (sequence parallelism). Dropout of the hidden draws
-    another mask in every process, as long as all start from the same ``torch.manual_seed`` or each from its own.
+    under the same keys, and runs :func:`fusedlayers.functional.ffn` on them, in kernels where planned. The results are
+    summed by one all-reduce, or by a reduce-scatter where ``output_layouts`` is a ``Shard``: with ``Shard(1)`` on both
+    sides tokens are split outside of the block (sequence parallelism). Every process draws its own dropout mask,
+    whether all start from one ``torch.manual_seed`` or each from its own.
 
         parallelize_module(model, mesh, {"blocks.*.feed_forward": FusedFFNParallel()})
 
     Args:
-        input_layouts: how the input ``[*B, M, K]`` lies on the mesh, if it is no DTensor. Default: ``Replicate()``.
+        input_layouts: placement of the input ``[*B, M, K]`` on the mesh, if it is no DTensor. Default: ``Replicate()``.
             Plain tensors that are sharded have one shape in all processes.
-        output_layouts: how the result, and the residual if there is one, lie on the mesh. Default: ``Replicate()``.
+        output_layouts: placement of the result, and of the residual if there is one. Default: ``Replicate()``.
         use_local_output: whether the result is the local tensor or a DTensor.
 
     Raises:
@@ -72,9 +72,9 @@ class FusedFFNParallel(ParallelStyle):
 
 
 class TensorParallelFFN(FusedFFN):
-    """What `FusedFFNParallel` makes of a `FusedFFN`: parameters and keys stay, its forward runs on the local shards.
+    """A `FusedFFN` that `FusedFFNParallel` has split: parameters and keys stay, forward runs on the local shards.
 
-    Children that hold something else than these shards (LoRA, hooks, ...) are called with DTensors, without fusing.
+    Children that hold anything but these shards (LoRA, hooks, ...) are called with DTensors, without fusing.
     """
 
     style: FusedFFNParallel
@@ -87,9 +87,9 @@ class TensorParallelFFN(FusedFFN):
         return why_not_now(*(tensor for tensor in tensors if not isinstance(tensor, DTensor)))
 
     def call_arguments(self, x: Tensor, residual: Tensor | None = None) -> dict[str, Any]:
-        """The arguments that ``forward`` gives to ``functional.ffn``: the residual is added to the sum, not there."""
+        """The arguments that ``forward`` gives to ``functional.ffn``, without the residual, which it adds later."""
         arguments = self.ffn_pieces().arguments(x, None, self.recompute)
-        # Every process turns the whole gradient of y into its own share of the gradient of x.
+        # From the whole gradient of y every process computes its own share of the gradient of x.
         arguments["x"] = self._replicated(x).to_local(grad_placements=[Partial()])
         for name, value in arguments.items():
             if isinstance(value, DTensor):
@@ -143,7 +143,7 @@ class TensorParallelFFN(FusedFFN):
         return DTensor.from_local(tensor, self._mesh(), [layout], run_check=False)
 
     def _dropout_seed(self, device: torch.device) -> Tensor:
-        # All processes draw the seeds of all, so that generators which were equal stay so.
+        # Every process draws the seeds of all, so that equal generators stay equal.
         mesh = self._mesh()
         seeds = torch.randint(2**63 - 1, (mesh.size(),), dtype=torch.int64, device=device)
         return seeds[mesh.get_local_rank()].view(1)
@@ -153,7 +153,7 @@ class TensorParallelFFN(FusedFFN):
 
 
 class _OnOneProcess(torch.autograd.Function):
-    """A bias that is added to a sum over processes once; each of them knows its whole gradient."""
+    """A bias that only one process adds to their sum; each of them has its whole gradient."""
 
     @staticmethod
     def forward(ctx: Any, bias: Tensor, here: bool) -> Tensor:

@@ -1,4 +1,4 @@
-"""A vocabulary in parts: each process has some classes of a `LinearCrossEntropyLoss`."""
+"""Vocabulary parallelism: each process has some classes of a `LinearCrossEntropyLoss`."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ from .shards import check_mesh, checked_placement, distribute, local_part, why_n
 class LinearCrossEntropyLossParallel(ParallelStyle):
     """Splits the classes of a `LinearCrossEntropyLoss` over the P processes of a device mesh.
 
-    Each process keeps V / P rows of ``linear.weight``, and of its bias, as DTensors under the same keys, and makes the
-    logits of its own classes, chunk by chunk. Two numbers for each token are gathered in the forward pass (with its
-    loss, and who has its class), and the gradient of the input is summed in the backward pass, by one all-reduce, or by
-    a reduce-scatter where ``input_layouts`` is a ``Shard``. The loss is the same in all processes, bit for bit.
+    Each process keeps V / P rows of ``linear.weight``, and of its bias, as DTensors under the same keys, and computes
+    the logits of its own classes, chunk by chunk. The forward pass gathers four numbers for each token: two of its
+    logits, its local loss, and whether its class is local. The backward pass sums the gradient of the input by one
+    all-reduce, or by a reduce-scatter where ``input_layouts`` is a ``Shard``. All processes get the same bits.
 
         parallelize_module(model, mesh, {"loss": LinearCrossEntropyLossParallel()})
 
-    The parameters are new ones: a weight that an embedding shares is shared no longer, and nothing warns, because the
-    module does not see who else has it.
+    The parameters are replaced: a weight that was tied to an embedding is untied, without a warning, because the module
+    does not know who else has it.
 
     Args:
-        input_layouts: how the input ``[*B, K]`` lies on the mesh, if it is no DTensor. Default: ``Replicate()``. Plain
-            tensors that are sharded have one shape in all processes. Targets are whole in every process.
+        input_layouts: placement of the input ``[*B, K]`` on the mesh, if it is no DTensor. Default: ``Replicate()``.
+            Plain tensors that are sharded have one shape in all processes. Targets are whole in every process.
 
     Raises:
         TypeError: the layout is no placement, or the module is not exactly a `LinearCrossEntropyLoss`.
@@ -74,11 +74,11 @@ class LinearCrossEntropyLossParallel(ParallelStyle):
 
 
 class VocabularyParallelLoss(LinearCrossEntropyLoss):
-    """What `LinearCrossEntropyLossParallel` makes of a `LinearCrossEntropyLoss`: parameters and keys stay.
+    """A `LinearCrossEntropyLoss` that `LinearCrossEntropyLossParallel` has split: parameters and keys stay.
 
-    A linear layer that holds something else than its shards (LoRA, hooks, ...) is called with DTensors, and its logits
-    are gathered. Second derivatives, and probabilities as targets, are not for this module, and ``torch.compile``
-    breaks the graph at its call.
+    A linear layer that holds anything but its shards (LoRA, hooks, ...) is called with DTensors, and its logits are
+    gathered. Second derivatives, and probabilities as targets, are not supported, and ``torch.compile`` breaks the
+    graph at its call.
     """
 
     style: LinearCrossEntropyLossParallel
@@ -89,11 +89,11 @@ class VocabularyParallelLoss(LinearCrossEntropyLoss):
             return f"linear {reason}"
         return why_not_now(*(tensor for tensor in tensors if not isinstance(tensor, DTensor)))
 
-    # Dynamo would break the graph behind the rows of the input. AOTAutograd makes a result that is a view of an input
-    # anew from that input, and the sum of its gradient over the processes, which was on the way, would be lost.
+    # Dynamo would break the graph after the rows of the input. AOTAutograd regenerates a result that is a view of an
+    # input from that input, which would lose the sum of its gradient over the processes.
     @torch.compiler.disable(reason="the loss of a vocabulary in parts runs in eager mode")
     def forward(self, input: Tensor, target: Tensor) -> Tensor:
-        """The loss of input ``[*B, K]``, as the style says it lies, and of classes ``[*B]``.
+        """The loss of input ``[*B, K]``, in the placement of the style, and of classes ``[*B]``.
 
         Raises:
             TypeError, ValueError: input or target does not fit the linear layer; the message names it.
@@ -130,9 +130,9 @@ class VocabularyParallelLoss(LinearCrossEntropyLoss):
         return losses.sum() / (target.to(torch.int64) != ignored).sum()
 
     def call_arguments(self, input: Tensor, target: Tensor) -> dict[str, Any]:
-        """What this process computes with: the whole input and its own classes, of which the losses follow last."""
+        """The arguments of this process's call: the whole input and its own classes, without a reduction."""
         arguments = super().call_arguments(input, target) | {"reduction": "none"}
-        # Every process turns the loss into its own share of the gradient of the input.
+        # Every process computes its own share of the gradient of the input.
         arguments["input"] = self._replicated(input).to_local(grad_placements=[Partial()])
         for name in ("linear_weight", "linear_bias"):
             if isinstance(whole := arguments[name], DTensor):
@@ -146,7 +146,7 @@ class VocabularyParallelLoss(LinearCrossEntropyLoss):
         return given.redistribute(placements=[Replicate()])
 
     def mesh_of_classes(self) -> DeviceMesh:
-        """The mesh on which the classes lie."""
+        """The mesh over which the classes are split."""
         weight = self.linear.weight
         if not isinstance(weight, DTensor):
             raise TypeError(
@@ -159,7 +159,7 @@ class VocabularyParallelLoss(LinearCrossEntropyLoss):
 
 
 def _part_size(classes: int, parts: int) -> int:
-    """How many classes each process has, but for the last ones."""
+    """Classes per process; the last ones may have fewer."""
     return -(-classes // parts)
 
 

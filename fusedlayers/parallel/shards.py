@@ -1,4 +1,4 @@
-"""Parameters that lie on a device mesh in parts, and the part that a process has."""
+"""Parameters that are sharded over a device mesh, and the part that a process has."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from ..modules import why_not_plain, why_not_read_past
 
 
 def check_mesh(mesh: DeviceMesh) -> None:
-    """One dimension."""
+    """Checks that a mesh has one dimension."""
     if mesh.ndim != 1:
         raise ValueError(f"device_mesh must have one dimension, got {mesh.ndim}: pass one of its submeshes")
 
 
 def distribute(linear: nn.Module, placements: dict[str, Placement], mesh: DeviceMesh, source: int | None) -> None:
-    """Lays the parameters of a linear out on a mesh, under their names; ``source`` is the process that has them."""
+    """Distributes the parameters of a linear over a mesh, under their names; ``source``: the rank that has them."""
     for name, placement in placements.items():
         parameter = getattr(linear, name)
         part = distribute_tensor(parameter.detach(), mesh, [placement], src_data_rank=source)
@@ -35,10 +35,10 @@ def local_part(whole: DTensor) -> Tensor:
 
 
 class _UnevenPart(torch.autograd.Function):
-    """The local part of a parameter whose parts differ in size; its gradient lies on the mesh as the parameter does.
+    """The local part of a parameter whose parts differ in size; its gradient has the parameter's placement.
 
     ``to_local`` guesses the strides of the whole gradient from those of one part, which is right for even parts only.
-    Gradients of other strides than their parameter's are copied, and torch 2.11 makes replicas of them then.
+    Gradients of other strides than their parameter's are copied, and torch 2.11 then replicates them.
     """
 
     @staticmethod

@@ -47,7 +47,7 @@ def hidden_gradient(
     activation: str | None,
     bias: bool = True,
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
-    """``(dy W_down) ⊙ act'(z)``, with a gate the gradients of ``act(z_gate) ⊙ z``; and with ``bias`` their sums.
+    """``(dy W_down) ⊙ act'(z)``, with a gate the gradients of ``act(z_gate) ⊙ z``; with ``bias`` their sums, too.
 
     dy ``[*B, M, O]``, w_down ``[O, N]``, z and z_gate ``[*B, M, N]`` -> dz, dz_gate like z, db_up, db_gate ``[N]``.
     """
@@ -74,7 +74,7 @@ def weight_gradient(dy: Tensor, x: Tensor, *, bias: bool = True) -> tuple[Tensor
 
     The gradients of a linear layer's weight and bias, ``y = x Wᵀ + b``; None for the second without ``bias``.
     """
-    # A sparse matrix has rows, and no other shape.
+    # A sparse matrix cannot be reshaped.
     dy, x = (
         tensor if tensor.dim() == 2 else tensor.reshape(math.prod(tensor.shape[:-1]), tensor.shape[-1])
         for tensor in (dy, x)
@@ -135,8 +135,8 @@ def lora_ffn(
 ) -> Tensor:
     """:func:`ffn` whose linear layers compute ``x Wᵀ + b + scale (dropout(x) Aᵀ) Bᵀ``: A ``[R, in]``, B ``[out, R]``.
 
-    Each adapter has a mask of its own, or with ``shared_dropout`` gate and up projection one for both, from torch's
-    generator, or with ``seed`` the kernels'. ``drop`` is another :func:`dropped`.
+    Each adapter has its own mask, or with ``shared_dropout`` gate and up projection share one. Masks come from torch's
+    generator, or with ``seed`` are the kernels'. ``drop`` replaces :func:`dropped`.
     """
     places, taken = adapter_places(shared_dropout), {}
 
@@ -159,7 +159,7 @@ def lora_ffn(
 
 
 def dropped(values: Tensor, dropout_p: float, seed: Tensor | None, place: tuple[int, int] = (0, 0)) -> Tensor:
-    """``values`` ``[*B, M, N]`` after dropout; with ``seed`` by the kernels' mask from row and column ``place`` on."""
+    """``values`` ``[*B, M, N]`` after dropout; with ``seed`` by the kernels' mask from (row, column) ``place`` on."""
     if dropout_p and seed is not None:
         first_row, first_column = place
         rows, columns = math.prod(values.shape[:-1]), values.shape[-1]

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-# The class that no token's loss counts for, where nobody names another one: torch's.
+# torch's default for ignore_index.
 IGNORED = -100
 
 
@@ -60,7 +60,7 @@ def cross_entropy(
     """torch's cross-entropy of :func:`logits`, and ``z_loss · logsumexp(logits)²`` for each token that counts.
 
     product ``[*B, V]``, weight ``[V]``; target holds classes ``[*B]`` or probabilities ``[*B, V]``. With
-    ``out_features`` D a token has a loss for each of their ΠD positions: product ``[*B, V, *D]``, target ``[*B, *D]``
+    ``out_features`` D a token has a loss at each of ΠD positions: product ``[*B, V, *D]``, target ``[*B, *D]``
     or ``[*B, V, *D]``. The result has at least 32 bits: a scalar, or ``[*B, *D]`` without a reduction; any dtype.
     """
     classes = not target.is_floating_point()
@@ -114,7 +114,7 @@ def linear_log_probs(
     chosen = logarithms.gather(-1, target.masked_fill(ignored, 0).unsqueeze(-1)).squeeze(-1).masked_fill(ignored, 0)
     if not return_entropy:
         return chosen
-    # What has no probability adds nothing: 0 · -inf is 0 here.
+    # A class of probability 0 adds 0, not 0 · -inf.
     terms = logarithms.exp() * logarithms.masked_fill(logarithms == -torch.inf, 0)
     return chosen, -terms.sum(-1).masked_fill(ignored, 0)
 

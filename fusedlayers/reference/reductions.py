@@ -22,16 +22,16 @@ def maxsim(
 
     queries ``[Q, Lq, d]`` and documents ``[D, Ld, d]`` with masks ``[Q, Lq]`` and ``[D, Ld]``, True where a token takes
     part; or packed ``[total, d]`` with the offsets ``cu_seqlens``. Similarities are rounded to the dtype of the
-    operands, and so are the scores, whose sums torch accumulates in at least float32. What a mask leaves out may hold
-    anything. A query token scores 0 where it is masked and -inf against a document without tokens, without a gradient
-    in both cases. The first of equal similarities gets the gradient.
+    operands, and so are the scores, whose sums torch accumulates in at least float32. Masked tokens may hold anything.
+    A query token scores 0 where it is masked and -inf against a document without tokens, without a gradient in both
+    cases. The first of equal similarities gets the gradient.
     """
     if cu_seqlens_queries is not None:
         queries, query_mask = _padded(queries, cu_seqlens_queries)
     if cu_seqlens_documents is not None:
         documents, document_mask = _padded(documents, cu_seqlens_documents)
     if not _jit_tracing() and documents.shape[1] == 0:
-        # A maximum needs something to choose from: one token that is masked.
+        # A maximum needs at least one element: add a masked token.
         documents = F.pad(documents, (0, 0, 0, 1))
         document_mask = torch.zeros(documents.shape[:2], dtype=torch.bool, device=documents.device)
     if query_mask is not None:
@@ -41,7 +41,7 @@ def maxsim(
     similarities = torch.einsum("qik,ejk->qeij", queries, documents)
     if document_mask is not None:
         similarities = similarities.masked_fill(~document_mask[:, None, :], -torch.inf)
-    # The gradient of amax is shared out among equal values; without one it is the faster of the two.
+    # amax is faster than max, but divides the gradient among equal values.
     graph = torch.is_grad_enabled() and similarities.requires_grad
     best = similarities.max(-1).values if graph else similarities.amax(-1)
     if query_mask is not None:
@@ -50,9 +50,9 @@ def maxsim(
 
 
 def _padded(packed: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
-    """``[total, d]`` as ``[n, longest, d]`` with zeros behind each sequence, and the mask of what is no padding."""
+    """``[total, d]`` as ``[n, longest, d]``, zero-padded, and the mask of what is no padding."""
     lengths = cu_seqlens.diff()
-    # A meta tensor has no lengths, and torch.jit's graph will get others: none is longer than all of them together.
+    # A meta tensor has no values, and torch.jit's graph will get others: the total bounds every length.
     longest = packed.shape[0] if packed.is_meta or _jit_tracing() else int(lengths.max()) if lengths.numel() else 0
     mask = torch.arange(longest, device=packed.device) < lengths[:, None]
     return packed.new_zeros(*mask.shape, packed.shape[-1]).index_put((mask,), packed), mask
@@ -63,8 +63,8 @@ def _jit_tracing() -> bool:
 
 
 def batched_product(left: Tensor, right: Tensor) -> Tensor:
-    """``left @ right``, which broadcasts: views that cost the host more than a small product costs the device."""
-    # torch.jit would write the comparison down, and warn.
+    """``left @ right``; bmm where nothing broadcasts, as matmul's views cost the host more than a small product."""
+    # torch.jit would trace the comparison, and warn.
     alike = left.dim() == right.dim() == 3 and not _jit_tracing() and left.shape[0] == right.shape[0]
     return torch.bmm(left, right) if alike else left @ right
 
@@ -87,8 +87,8 @@ def gemm_reduce(
 ) -> Any:
     """``⊕ act(a @ b + bias)`` over ``dim``: a ``[*B, M, K]``, b ``[*B, K, N]`` -> ``[*B, N]`` or ``[*B, M]``.
 
-    What does not take part is filled with the identity of the operation. ``atomic`` changes nothing here.
-    ``without_index``: no gradient is wanted, which would go to the element of one index; torch is faster without it.
+    Masked elements are filled with the identity of the operation. ``atomic`` changes nothing here.
+    ``without_index``: no gradient is wanted, which would go to one index; then amax and amin run, which are faster.
     ``wide_exponentials``: a logsumexp and its gradient are computed in at least float32.
     """
     c = batched_product(a, b)
@@ -125,18 +125,18 @@ def _taking_part(mask: Tensor | None, lengths: Tensor | None, rows: int, device:
     """Which rows are reduced: boolean, ``[..., rows]``, broadcasts to ``[*B, rows]``."""
     if lengths is None:
         assert mask is not None
-        # One value for all rows counts as often as there are rows.
+        # Expanded, so that a value for all rows is counted for each of them.
         return mask.expand(*mask.shape[:-1], rows)
     taking = torch.arange(rows, device=device) < signed_lengths(lengths).unsqueeze(-1)
     return taking if mask is None else taking & mask
 
 
 def signed_lengths(lengths: Tensor) -> Tensor:
-    """Lengths in a dtype that torch computes with: of unsigned ones of more than a byte it knows copies alone."""
+    """Lengths in a dtype that torch computes with: it can only copy uint16, uint32 and uint64."""
     if lengths.dtype not in (torch.uint16, torch.uint32, torch.uint64):
         return lengths
     wide = lengths.to(torch.int64)
-    # What does not fit has become negative.
+    # uint64 values from 2⁶³ on have become negative.
     return wide.masked_fill(wide < 0, 2**63 - 1)
 
 
@@ -160,8 +160,8 @@ def gemm_sum(
     mean = op == "mean"
     total = rows.sum(-2, dtype=torch.promote_types(rows.dtype, torch.float32))
     some = count if isinstance(count, int) else count.clamp(min=1)
-    # A sum of float16 values may overflow where its product with b does not: half of its scale is taken out before. A
-    # mean has the scale of its values.
+    # A sum of float16 values may overflow where its product with b does not: divide it by about √rows first. A mean has
+    # the scale of its values.
     scale = 2.0 ** (rows.shape[-2].bit_length() // 2) if rows.dtype == torch.float16 and not mean else 1.0
     if mean or scale != 1:
         total = total / (some if mean else scale)

@@ -52,24 +52,24 @@ def ffn(
         w_gate: ``[N, K]`` or None (no gate).
         b_gate: ``[N]`` or None.
         activation: a name of ``fusedlayers.kernels.activations.ACTIVATIONS``, or Hugging Face's name of one.
-        dropout_p: probability of dropping an element of the hidden, in [0, 1); pass 0 in inference. The nearest
-            multiple of 2⁻¹⁶ is taken, and what is kept is scaled by that. The mask follows from one seed, the same on
+        dropout_p: probability of dropping an element of the hidden, in [0, 1); pass 0 in inference. It is rounded to
+            the nearest multiple of 2⁻³², which also sets the scale. The mask follows from one seed, and is the same on
             every path, with and without gradients.
         recompute: ``True`` guarantees that no tensor of size tokens × N is allocated, forward or backward, and beside
-            results, gradients and one copy of operands that are not laid out in rows at most eight times the bytes of
-            x, or 256 MiB if these are more; x alone is kept, of frozen layers too. Every gradient is rounded once.
+            results, gradients and one copy of operands that are no matrices of rows at most eight times the bytes of x,
+            or 256 MiB if that is more. Only x is saved, also for frozen layers. Every gradient is rounded once.
             Tensor subclasses, ``torch.func`` and forward-mode derivatives are excepted: torch's expression runs.
             ``"auto"`` and ``False`` take the fastest path, whose backward pass may need such tensors while it runs. An
-            int above 1 is a budget: the bytes that this call may keep for its backward pass (``saved bytes`` of
-            ``explain``, x included); where the fastest path keeps more, the call runs as with ``True``.
+            int above 1 is a budget: the bytes that this call may save for its backward pass (``saved bytes`` of
+            ``explain``, x included); where the fastest path saves more, the call runs as with ``True``.
         residual: ``[*B, M, O]`` or None, added to the result.
-        dropout_seed: int64 ``[1]`` on the device of x, from which alone the mask of the dropout follows; None draws one
-            from the default generator. A DTensor's mask is drawn by DTensor itself instead.
+        dropout_seed: int64 ``[1]`` on the device of x, which alone determines the dropout mask; None draws one from the
+            default generator. DTensors draw their own masks instead.
 
     Returns:
-        ``[*B, M, O]`` in the dtype of x (under autocast: in autocast's dtype, and with a residual in the one that torch
-        gives to the sum of both: float32 if the residual is). float16, bfloat16 and float32 can run in Triton kernels;
-        every floating dtype runs through torch.
+        ``[*B, M, O]`` in the dtype of x (under autocast: in autocast's dtype, promoted with that of a residual: float32
+        if the residual is). float16, bfloat16 and float32 can run in Triton kernels; every floating dtype runs through
+        torch.
 
     Raises:
         TypeError: an argument of the wrong type, a dtype that is not real floating or differs from that of x.
@@ -80,7 +80,7 @@ def ffn(
     return FFN(x, w_up, w_down, b_up, b_down, w_gate, b_gate, activation, dropout_p, recompute, residual, dropout_seed)
 
 
-# Of the operands those whose gradients need the hidden, and those that the kernels' backward passes read.
+# Operands whose gradients need the hidden; further positions; which operands the backward kernels read.
 _THROUGH_HIDDEN = (0, 1, 2, 3, 5, 6)
 _those_through_hidden = at_places(_THROUGH_HIDDEN)
 _B_UP, _B_DOWN, _B_GATE, _RESIDUAL = 3, 4, 6, 7
@@ -90,7 +90,7 @@ _READ = (True, True, True, True, False, True, True, False, True)
 class _FFN(Operation):
     """The FFN of x ``[*B, M, K]``.
 
-    It keeps its inputs alone, and computes the hidden again in the backward pass; on the epilogue path it keeps the
+    It saves only its inputs, and recomputes the hidden in the backward pass; the epilogue path saves the
     pre-activations, too.
     """
 
@@ -154,10 +154,10 @@ class _FFN(Operation):
         return *tensors[:-1], self._seed(call, tensors)
 
     def _seed(self, call: Prepared, tensors: Tensors) -> Tensor | None:
-        """The seed of the mask, the same whatever path runs.
+        """The seed of the mask, drawn the same way on every path.
 
         A checkpoint may run one path without gradients and another one with them, and both must drop the same elements
-        and leave the generator alike.
+        and leave the generator in the same state.
         """
         if not call.extras["dropout_p"]:
             return None
@@ -177,11 +177,11 @@ class _FFN(Operation):
         return Arithmetic(problem.activation, extras["dropout_p"], problem.input_precision, plan.accuracy)
 
     def kept(self, wanted: Sequence[bool]) -> tuple[bool, ...]:
-        # Without a gradient that goes through the hidden there is nothing to compute again.
+        # Without a gradient through the hidden nothing is recomputed.
         return _READ if _through_hidden(wanted) else (False,) * len(_READ)
 
     def unread(self, call: Prepared, wanted: Sequence[bool]) -> Sequence[int]:
-        # What they were added to is kept.
+        # The pre-activations, which include these biases, are saved.
         return (_B_UP, _B_GATE) if call.plan.path == "epilogue" and _through_hidden(wanted) else ()
 
     def forward(self, call: Prepared, operands: Tensors, wanted: Sequence[bool]) -> tuple[Tensors, Tensors]:
@@ -240,7 +240,7 @@ class _FFN(Operation):
         found = list(
             super().differentiable_gradients(call, operands, through, upstream) if any(through) else [None] * 9
         )
-        # Neither is kept for the backward pass, nor needed for these.
+        # b_down and the residual are not saved, nor needed for their gradients.
         if wanted[_B_DOWN]:
             with without_autocast(dy.device):
                 found[_B_DOWN] = dy.sum(tuple(range(dy.dim() - 1))) if dy.dim() > 1 else dy
@@ -258,7 +258,7 @@ class _FFN(Operation):
         )
 
     def results(self, operands: Tensors, problem: Any, path: str, extras: dict[str, Any], saving: bool) -> Results:
-        # Of a backward pass for b_down alone it is all there is.
+        # A backward pass for b_down alone has no other operand.
         first = next(operand for operand in operands if operand is not None)
         leading = (problem.M,) if operands[0] is None else operands[0].shape[:-1]
         kept = None
@@ -269,7 +269,7 @@ class _FFN(Operation):
 
 
 def _plus(name: str, given: Tensor | None) -> str:
-    """What a sum of a formula has more where an operand is given."""
+    """The term that an operand adds to a formula, if it is given."""
     return "" if given is None else f" + {name}"
 
 

@@ -13,7 +13,7 @@ from ..operands import check_given, check_layout, check_shape, check_tensors, ch
 _PLAIN = frozenset({*PLAIN_TENSORS, type(None)})
 _NAMES = ("x", "w_up", "w_down", "w_gate", "b_up", "b_gate")
 _MATRICES = 4
-# Layers of up to this width are the fused kernels', whose launches ask each operand for itself.
+# Layers of up to this width run in the fused kernels, whose launches check every operand themselves.
 _NARROW = 256
 
 
@@ -29,7 +29,7 @@ def check_ffn(
     recompute: bool | int | str,
     residual: Tensor | None,
 ) -> None:
-    """All arguments of ``functional.ffn`` but the activation."""
+    """Checks every argument but the activation and the seed."""
     check_given(x=x, w_up=w_up, w_down=w_down)
     check_tensors(
         {
@@ -62,7 +62,7 @@ def check_ffn(
 
 
 def check_dropout(name: str, probability: float) -> None:
-    """A probability in [0, 1): at 1 nothing would be kept and the scale 1 / (1 - p) is infinite."""
+    """Checks for a probability in [0, 1): at 1 the scale 1 / (1 - p) is infinite."""
     if isinstance(probability, bool) or not isinstance(probability, (int, float)):
         raise TypeError(f"{name} must be a float in [0, 1), got {probability!r}")
     if not 0 <= probability < 1:
@@ -70,7 +70,7 @@ def check_dropout(name: str, probability: float) -> None:
 
 
 def check_dropout_seed(x: Tensor, seed: Tensor | None) -> None:
-    """None, or one int64 on the device of x."""
+    """Checks for None, or one int64 on the device of x."""
     if seed is None:
         return
     if not isinstance(seed, Tensor):
@@ -85,9 +85,9 @@ def check_dropout_seed(x: Tensor, seed: Tensor | None) -> None:
 
 
 def check_recompute(recompute: bool | int | str) -> None:
-    """``"auto"``, ``True``, ``False``, or a number of bytes."""
+    """Checks for ``"auto"``, ``True``, ``False``, or a number of bytes."""
     if isinstance(recompute, int):
-        # 0 and 1 equal False and True, and 0 would ask for the opposite.
+        # 0 and 1 equal False and True, but a budget of 0 bytes would mean the opposite of False.
         if isinstance(recompute, bool) or recompute > 1:
             return
     elif recompute == "auto":
@@ -142,7 +142,7 @@ def generic_operand(
 ) -> str:
     """The name of the first operand of a wide FFN that only generic kernels can read, or an empty string.
 
-    Narrow layers are not asked, nor is anything but plain tensors: what is traced has no address.
+    Not checked for narrow layers, nor for tensors of traces and transforms, which have no address.
     """
     if type(x) not in PLAIN_TENSORS or x.is_nested or not (sizes := x.shape) or sizes[-1] <= _NARROW:
         return ""
@@ -152,14 +152,14 @@ def generic_operand(
     if not _PLAIN.issuperset(map(type, operands)):
         return ""
     for position, tensor in enumerate(operands):
-        # What is no matrix at all is not for here to judge.
+        # Layouts without strides, and scalars, are judged elsewhere.
         if tensor is None or tensor.layout is not torch.strided or tensor.is_nested or not tensor.dim():
             continue
         if tensor.is_contiguous() and (position >= _MATRICES or tensor.data_ptr() % ALIGNMENT == 0):
             continue
         if position >= _MATRICES or not (_readable_weight(tensor) if position else _readable(tensor)):
             return _NAMES[position]
-    # One kernel reads both in one pass, and so as one layout.
+    # One kernel reads both in one pass, in one layout.
     if w_gate is not None and _transposed(w_gate) != _transposed(w_up):
         return "w_gate"
     return ""
@@ -170,17 +170,17 @@ def _transposed(weight: Tensor) -> bool:
 
 
 def _readable_weight(weight: Tensor) -> bool:
-    """Whether TMA reads it, as it is or transposed."""
+    """Whether TMA can read it, as it is or transposed."""
     return weight.dim() == 2 and matrix(weight) is not None
 
 
 def _readable(x: Tensor) -> bool:
-    """Whether TMA reads it, a matrix or a batch of rows."""
+    """Whether TMA can read it, a matrix or a batch of rows."""
     if x.dim() == 2:
         return untransposed(x) is not None
     try:
         flat = x.view(-1, x.shape[-1])
     except RuntimeError:
-        # Rows that are no view of it are copied before anything reads them.
+        # Without a view as rows it is copied before any kernel reads it.
         return True
     return untransposed(flat) is not None

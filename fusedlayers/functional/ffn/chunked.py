@@ -1,9 +1,9 @@
 """The chunked path of the FFN, on rows ``[M, *]``: the hidden is in memory in parts only, forward and backward.
 
 A part is computed by the kernels of the epilogue path where the plan has their tiles, else by torch's operations. The
-forward pass takes some tokens at a time. The backward pass takes all tokens for one group of hidden units after the
-other: it computes their pre-activations again, whose gradients take their place, and the hidden with these, of some
-units of the group at a time.
+forward pass takes some tokens at a time. The backward pass takes all tokens for one group of hidden units at a time: it
+recomputes their pre-activations; then, for some units of the group at a time, it computes the hidden and overwrites the
+pre-activations with their gradients.
 """
 
 import math
@@ -26,7 +26,7 @@ Gradients = list[Tensor | None]
 
 
 class Weights(NamedTuple):
-    """The weights and biases of an FFN, or those of a group of its hidden units; ``first`` is the group's first one."""
+    """The weights and biases of an FFN, or of a group of its hidden units, of which ``first`` is the first."""
 
     w_up: Tensor
     w_down: Tensor
@@ -73,7 +73,7 @@ def _hidden(call: Prepared, x: Tensor, weights: Weights, first_row: int, seed: T
 
 
 def _ready(call: Prepared, *part: int) -> dict[Any, Any]:
-    """What belongs to the launches of one part of a prepared call: all its executions have the same parts."""
+    """The prepared launches of one part of a call; all executions of a prepared call have the same parts."""
     return call.ready.setdefault(("part", *part), {})
 
 
@@ -89,7 +89,7 @@ def gradients(call: Prepared, operands: Tensors, wanted: Sequence[bool], dy: Ten
     dx, dw_up, _, db_up, _, _, db_gate = found
     total, columns = None if dx is None else _sum_of(dx), call.plan.chunks.columns
     if dw_up is None and (db_up is not None or db_gate is not None):
-        # Half as many leave room for partial sums, which are planned to lie where the gradient of w_up is.
+        # Half as many: without dw_up the partial sums, which are planned into its memory, need some of their own.
         columns = math.ceil(columns / 16) * 8
     for units in _ranges(w_up.shape[0], columns):
         _one_group(call, x, dy, weights.group(units), _of_units(found, units), total, seed)
@@ -106,13 +106,13 @@ def _of_units(found: Gradients, units: slice) -> Gradients:
 def _one_group(
     call: Prepared, x: Tensor, dy: Tensor, weights: Weights, found: Gradients, total: Tensor | None, seed: Tensor | None
 ) -> None:
-    """Fills the gradients that belong to a group of hidden units, and adds what comes through them to dx's total.
+    """Fills the gradients of a group of hidden units, and adds the group's share to dx's total.
 
-    A function of its own, so that nothing of a group is left when the next one begins.
+    A function of its own, so that a group's temporaries are freed before the next one begins.
     """
     dx, dw_up, dw_down, db_up, _, dw_gate, db_gate = found
     dz, chunks = _pre_activations(x, weights), call.plan.chunks
-    # Nobody needs the memory of these gradients until the group is done with its hidden and its sums.
+    # dx and dw_up are written last: until then the hidden and the partial sums may use their memory.
     place = dx.view(-1) if dx is not None and chunks.hidden_in_dx else None
     room = None if dw_up is None or call.plan.epilogue is None else _as_float32(dw_up)
     for units in _ranges(weights.w_up.shape[0], chunks.hidden_columns):
@@ -128,7 +128,7 @@ def _one_group(
 
 
 class _Part(NamedTuple):
-    """Hidden units from the ``first`` on: dy, their columns of w_down, and their pre-activations, later gradients."""
+    """Hidden units from ``first`` on: dy, their columns of w_down, and z, which its gradient overwrites."""
 
     dy: Tensor
     w_down: Tensor
@@ -145,9 +145,9 @@ def _through_hidden(
     room: Tensor | None,
     seed: Tensor | None,
 ) -> None:
-    """Replaces the pre-activations of some hidden units by their gradients; fills those of w_down and of the biases.
+    """Overwrites the pre-activations of some hidden units with their gradients; fills dw_down and ``biases``.
 
-    The hidden lies in ``place``, a vector, or in memory of its own, partial sums in ``room``, where it is large enough.
+    The hidden uses the memory of the vector ``place`` if given, partial sums that of ``room`` if it is large enough.
     """
     hidden, (rows, columns) = None, part.z[0].shape
     if dw_down is not None:
@@ -166,7 +166,7 @@ def _as_float32(memory: Tensor) -> Tensor:
 
 
 def _sum_of(gradient: Tensor) -> Tensor:
-    """Where the parts of a gradient are added up: in itself, if it has the bits."""
+    """The accumulator of a gradient: itself, if its dtype is wide enough."""
     wide = accumulated(gradient.dtype)
     return gradient if gradient.dtype == wide else torch.empty(gradient.shape, dtype=wide, device=gradient.device)
 
@@ -184,11 +184,11 @@ def _hidden_gradient(
     room: Tensor | None,
     seed: Tensor | None,
 ) -> None:
-    """Puts the gradients of the pre-activations in their place, and fills the hidden and ``biases`` if wanted."""
+    """Overwrites the pre-activations with their gradients, and fills the hidden and ``biases`` if given."""
     (dy, w_down, z, first), arithmetic, tiles = part, call.details, call.plan.epilogue
     if tiles is not None:
         gradient, summed = tiles.gradient, any(bias is not None for bias in biases)
-        # The kernel adds up both; one of them may be frozen.
+        # The kernel sums for both biases; one of them may be frozen.
         sums = [each.new_empty(each.shape[1]) if b is None else b for b, each in zip(biases, z, strict=False) if summed]
         kernels.hidden_gradient(
             dy, w_down, z[0], z[1] if len(z) > 1 else None, summed, gradient.row_tiles, arithmetic, gradient.tiles,
@@ -207,7 +207,7 @@ def _hidden_gradient(
 def _through_torch(
     call: Prepared, part: _Part, hidden: Tensor | None, totals: list[Tensor], rows: slice, seed: Tensor | None
 ) -> None:
-    """The same of some rows by torch's operations; what these allocate is gone when the next rows begin."""
+    """:func:`_hidden_gradient` of some rows by torch; its temporaries are freed before the next rows."""
     (dy, w_down, z, first), arithmetic = part, call.details
     with autograd_in_reach():
         with torch.enable_grad():
@@ -215,7 +215,7 @@ def _through_torch(
             values = reference.hidden(*followed, activation=arithmetic.activation)
             values = reference.dropped(values, arithmetic.dropout_p, seed, (rows.start, first))
         found = torch.autograd.grad(values, followed, dy[rows] @ w_down)
-    # Before the pre-activations are replaced: without an activation they are the hidden.
+    # Before the pre-activations are overwritten: without an activation they are the hidden.
     if hidden is not None:
         hidden[rows] = values.detach()
     for each, d_pre, total in zip(z, found, totals, strict=True):
@@ -224,7 +224,7 @@ def _through_torch(
 
 
 def _add_to_dx(call: Prepared, dz: list[Tensor], weights: Weights, dx: Tensor, total: Tensor) -> None:
-    """Adds what comes through these hidden units to the total; the last ones fill dx."""
+    """Adds the share of these hidden units to the total; the last group writes dx."""
     matrices = [weight for weight in (weights.w_up, weights.w_gate) if weight is not None]
     terms = list(zip(dz, matrices, strict=True))
     first, last = weights.first == 0, weights.first + weights.w_up.shape[0] == call.problem.N

@@ -1,4 +1,4 @@
-"""The dropout of an FFN on torch's path: one kernel where it may be launched, so that no mask lies in memory."""
+"""The dropout of an FFN on torch's path: one kernel where it may be launched, so that no mask is in memory."""
 
 import sys
 from collections.abc import Iterator
@@ -38,13 +38,13 @@ def draw_seed(*tensors: Tensor | None) -> Tensor | None:
 
 @contextmanager
 def _kept_by_compilers() -> Iterator[None]:
-    """What is drawn inside is the same in both passes of a compiled graph, whatever that recomputes to save memory.
+    """What is drawn inside is the same in both passes of a compiled graph, whatever its partitioner recomputes.
 
-    Without a word torch draws anew what it recomputes. It keeps what is marked so in the graph, but under a budget of 0
-    nothing; there it restores the generator's state for what is marked to be computed again.
+    Without a mark torch draws again what it recomputes. MUST_SAVE saves it, except under a memory budget of 0; there
+    PREFER_RECOMPUTE restores the generator's state.
     """
     meta = traceback.current_meta
-    if "recompute" in meta:  # by a checkpoint, which restores the state, too
+    if "recompute" in meta:  # set by a checkpoint, which restores the state, too
         yield
         return
     meta["recompute"] = CheckpointPolicy.MUST_SAVE if _memory_budget(meta) else CheckpointPolicy.PREFER_RECOMPUTE
@@ -55,7 +55,7 @@ def _kept_by_compilers() -> Iterator[None]:
 
 
 def _memory_budget(meta: dict[str, Any]) -> float:
-    """The share of activations that the graph being traced may keep: that of its region, or of the configuration."""
+    """The activation memory budget of the graph being traced: that of its region, else of the configuration."""
     key = getattr(traceback, "MEMORY_BUDGET_ANNOTATION_KEY", None)
     of_region = (meta.get("custom") or {}).get(key)
     config = sys.modules.get("torch._functorch.config")
@@ -64,9 +64,9 @@ def _memory_budget(meta: dict[str, Any]) -> float:
 
 
 def dropped(values: Tensor, dropout_p: float, seed: Tensor | None, place: tuple[int, int] = (0, 0)) -> Tensor:
-    """:func:`reference.dropped`, by one kernel on a GPU; there the backward pass needs the seed alone.
+    """:func:`reference.dropped`, by one kernel on a GPU, whose backward pass needs only the seed.
 
-    ``place`` is the beginning of a row of the mask.
+    ``place``: (row, 0), where the mask begins.
     """
     if seed is None or not (_has_kernel(values) and _nobody_reads(values, seed)):
         return reference.dropped(values, dropout_p, seed, place)
@@ -80,7 +80,7 @@ def _has_kernel(values: Tensor) -> bool:
 
 
 def _nobody_reads(values: Tensor, seed: Tensor) -> bool:
-    """Whether nothing traces, transforms or batches the operations of this call, in which a launch would be lost."""
+    """Whether no trace, transform or batch of gradients is active, which would miss a launch."""
     plain = type(values) in PLAIN_TENSORS and type(seed) in PLAIN_TENSORS and not values.is_neg()
     return plain and not (observed() or transformed(values))
 

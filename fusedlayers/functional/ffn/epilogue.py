@@ -1,8 +1,8 @@
 """The epilogue path of the FFN, on rows ``[M, *]``: two kernels of its own, and torch's products around them.
 
-Among these are the weight gradients. One kernel could give dw_down with db_down, but at these sizes the product of
-cuBLAS and sums of columns of their own take less: 125 against 138 µs (32,768 × 512 × 2048), 134 against 181 (16,384 ×
-768 × 3072), 195 against 211 (16,384 × 1024 × 4096), 364 against 374 (8192 × 2048 × 8192) on an H200.
+Weight gradients are torch's products. One kernel could compute dw_down and db_down, but cuBLAS and separate column sums
+take less on an H200: 125 against 138 µs (32,768 × 512 × 2048), 134 against 181 (16,384 × 768 × 3072), 195 against 211
+(16,384 × 1024 × 4096), 364 against 374 (8192 × 2048 × 8192).
 """
 
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ Gradients = list[Tensor | None]
 
 
 def forward(call: Prepared, operands: Tensors, keep: bool) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """y ``[M, O]``, and the pre-activations z and z_gate to ``keep``: ``[M, N]``, or a few columns more."""
+    """y ``[M, O]``, and with ``keep`` the pre-activations z and z_gate: ``[M, N]``, or a few columns more."""
     x, w_up, w_down, b_up, b_down, w_gate, b_gate, residual, seed = operands
     plan, arithmetic = call.plan, call.details
     tiles = plan.epilogue
@@ -44,14 +44,13 @@ def gradients(
     dy: Tensor,
     in_place: bool = False,
 ) -> Gradients:
-    """The wanted gradients of (x, w_up, w_down, b_up, b_down, w_gate, b_gate); that of b_down with those of the hidden.
+    """The wanted gradients of (x, w_up, w_down, b_up, b_down, w_gate, b_gate); that of b_down only along with dz.
 
-    ``pre_activations`` are z and z_gate; ``in_place``: nobody reads them again, so that their gradients may take their
-    place.
+    ``pre_activations`` are z and z_gate; ``in_place``: their gradients may overwrite them.
     """
     x, w_up, w_down, _, _, w_gate, _, _, seed = operands
     x, units = rows(x), w_down.shape[1]
-    # What was kept may have a few more columns, which say nothing.
+    # What was saved may have a few more columns, which are padding.
     z, z_gate = (each if each is None or each.shape[1] == units else each[:, :units] for each in pre_activations)
     dx, dw_up, db_up, dw_gate, db_gate = (wanted[position] for position in (0, 1, 3, 5, 6))
     plan, arithmetic = call.plan, call.details
@@ -71,7 +70,7 @@ def gradients(
     results[3], results[4], results[6] = up_sums if db_up else None, db_down, gate_sums if db_gate else None
     if hidden is not None:
         results[2] = _weight_gradient(dy, hidden)
-        # Before the other products take memory of their own.
+        # Free the hidden before the other products allocate.
         hidden = None
     if dx:
         results[0] = _data_gradient(dz, dz_gate, w_up, w_gate)

@@ -1,4 +1,4 @@
-"""The fused path of the FFN, on rows ``[M, *]``: never writes the hidden; the backward pass computes it again."""
+"""The fused path of the FFN, on rows ``[M, *]``: never writes the hidden; the backward pass recomputes it."""
 
 from collections.abc import Sequence
 
@@ -22,7 +22,7 @@ def forward(call: Prepared, operands: Tensors) -> Tensor:
 def gradients(call: Prepared, operands: Tensors, wanted: Sequence[bool], dy: Tensor) -> list[Tensor | None]:
     """The wanted gradients of (x, w_up, w_down, b_up, b_down, w_gate, b_gate) by the backward kernels.
 
-    That of b_down only where a kernel yields it on the way.
+    That of b_down only where a kernel computes it along with others.
     """
     plan: Plan = call.plan
     given = _kernel_operands(call, operands)

@@ -45,29 +45,29 @@ def gemm_reduce(
             argmin.
         dim: -2 reduces over M to ``[*B, N]``, -1 over N to ``[*B, M]``.
         mask: boolean, broadcasts to ``[*B, M]`` or ``[*B, N]``, the axis that is reduced: True takes part.
-        lengths: integers that broadcast to ``[*B]``: rows from this one on do not take part. Values below 0 and above
-            the size of the axis count as these. With a mask, rows take part that both let in.
+        lengths: integers that broadcast to ``[*B]``: only the first ``lengths`` rows of the axis take part. Values are
+            clamped to 0 and its size. With a mask, rows take part that both include.
         bias: ``[N]``, added to the product.
         activation: a name of ``fusedlayers.kernels.activations.ACTIVATIONS``, Hugging Face's name of one, or None.
         return_indices: for max, min and absmax, return int64 indices too.
         return_product: return ``act(a @ b + bias)`` ``[*B, M, N]`` too, unmasked. It is written by the same kernel.
-        atomic: for sum, mean and sumsq, add the parts of the reduced axis up in memory, in float32 but in no fixed
+        atomic: for sum, mean and sumsq, add up the parts of the reduced axis atomically, in float32 but in no fixed
             order, so that results may differ in their last bits from call to call. By default they never do.
 
     Returns:
         D in the dtype of a (under autocast: in autocast's dtype); ``(D, indices)``, ``(D, product)`` or
         ``(D, indices, product)`` where these are asked for. For argmax and argmin the int64 indices take the place of D.
 
-        Of equal values the first index is returned, and the whole gradient goes there, as in ``torch.max(dim)``
-        (``torch.amax`` divides it among them). NaN wins over everything, the first one. What does not take part counts
-        as 0 for sum and sumsq, as -inf for max, absmax and logsumexp and as inf for min; mean divides by the number of
-        elements that do. So where nothing takes part sum and sumsq are 0, mean is NaN, the others are infinite with
-        index 0, and gradients are 0. An axis of size 0 has the same sum, sumsq, mean and logsumexp.
+        Of equal values the first index is returned, and it gets the whole gradient, as in ``torch.max(dim)``
+        (``torch.amax`` divides it among them). NaN wins over everything; of several the first. Masked elements count as
+        0 for sum and sumsq, as -inf for max, absmax and logsumexp and as inf for min; mean divides by the number of the
+        others. So where everything is masked, sum and sumsq are 0, mean is NaN, the others are infinite with index 0,
+        and gradients are 0. An axis of size 0 has the same sum, sumsq, mean and logsumexp.
 
         float16, bfloat16 and float32 can run in Triton kernels; every floating dtype runs through torch.
-        A sum or mean without an activation is computed as ``(Σ a) @ b``. In the kernels the gradient of max, min and
-        absmax gathers rows of the reduced operand: other rows that are not finite do not reach it, as they do (0 · inf)
-        in torch's product.
+        A sum or mean without an activation is computed as ``(Σ a) @ b``. In kernels the gradient of max, min and absmax
+        gathers rows of the reduced operand: non-finite values in other rows do not reach it, as they do (0 · inf) in
+        torch's product.
 
     Raises:
         TypeError: an argument that is no tensor, a dtype that is not real floating or differs from that of a, a mask
@@ -82,7 +82,7 @@ def gemm_reduce(
 
 @dataclass(frozen=True)
 class _Reduction:
-    """What is reduced, besides the tensors: which operand the bias belongs to, and what is wanted beside D."""
+    """The arithmetic, which operand the bias belongs to, what is wanted beside D, and the plan."""
 
     arithmetic: ReduceArithmetic
     bias_of_kept: bool
@@ -159,7 +159,7 @@ class _GemmReduce(Operation):
             a, b, op=op, dim=dim, mask=mask, lengths=lengths, bias=bias, activation=activation,
             return_indices=return_indices, return_product=return_product,
             without_index=not (call.problem.training or call.problem.subclass),
-            # Torch's autocast keeps them out of 16 bits: the gradient reads D and would have the error of its rounding.
+            # torch's autocast runs logsumexp in float32. Its gradient reads D, whose rounding to 16 bits would show.
             wide_exponentials=call.dtype is not None,
         )  # fmt: skip
 
@@ -183,7 +183,7 @@ class _GemmReduce(Operation):
         return given if len(given) > 1 else given[0]
 
     def extras(self, options: tuple[Any, ...]) -> dict[str, Any]:
-        # The bias has N columns, which stay where M is reduced.
+        # The bias has N elements, an axis that is kept where M is reduced.
         return {"bias_of_kept": options[1] == -2}
 
     def details(self, plan: ReducePlan, extras: dict[str, Any]) -> _Reduction:
@@ -198,12 +198,12 @@ class _GemmReduce(Operation):
         batch, rows, columns, _ = given.sizes()
         product = None
         if reduction.product and reduction.bias_of_kept:
-            # Columns lie in rows; as a view autograd would not let it be changed in place.
+            # Column-major, but not as a view: autograd forbids in-place changes of views made inside a Function.
             shape, strides = (batch, rows, columns), (rows * columns, 1, rows)
             product = torch.empty_strided(shape, strides, dtype=kept.dtype, device=kept.device)
         elif reduction.product:
             product = torch.empty(batch, rows, columns, dtype=kept.dtype, device=kept.device)
-        exact = saving and op == "logsumexp"  # its gradient is a share of the sum: of the sum before it is rounded
+        exact = saving and op == "logsumexp"  # its gradient reads D before it is rounded
         shares = None
         if exact and kept.dtype == torch.float32:
             shares = torch.empty(2, batch, rows, dtype=torch.float32, device=kept.device)
@@ -225,7 +225,7 @@ class _GemmReduce(Operation):
         self, call: Prepared, operands: Tensors, made: Tensors, wanted: Sequence[bool], upstream: Tensors
     ) -> Tensors:
         if upstream[2] is not None:
-            # The product has a gradient, too, which only torch's operations give.
+            # The returned product has an upstream gradient, too, which only torch's operations take.
             return self.differentiable_gradients(call, operands, wanted, upstream)
         reduction, [saved], dd = call.details, made, upstream[0]
         given = _operands(call, operands)
@@ -262,7 +262,7 @@ def _flat_lengths(lengths: Tensor | None, batch: torch.Size) -> Tensor | None:
     if lengths is None:
         return None
     lengths = signed_lengths(lengths)
-    # Within 32 bits before they are cut to them.
+    # Clamped before the cast to int32 truncates.
     most = 2**31 - 1 if lengths.dtype is torch.int64 else None
     return lengths.clamp(0, most).expand(batch).reshape(-1).to(torch.int32)
 
@@ -270,7 +270,7 @@ def _flat_lengths(lengths: Tensor | None, batch: torch.Size) -> Tensor | None:
 def _gradients(
     reduction: _Reduction, operands: ReduceOperands, wanted: Sequence[bool], dd: Tensor, saved: Any
 ) -> tuple[Any, ...]:
-    """Gradients of kept, reduced and bias, those that are wanted, through the kernels or in closed form."""
+    """The wanted gradients of kept, reduced and bias, by kernels or in closed form."""
     arithmetic, plan = operands.arithmetic, reduction.plan
     of_kept, of_reduced, of_bias = wanted[:3]
     kept_bias, reduced_bias = of_bias and reduction.bias_of_kept, of_bias and not reduction.bias_of_kept
@@ -304,7 +304,7 @@ def _gradients(
 def _linear_gradients(
     operands: ReduceOperands, wanted: Sequence[bool], g: Tensor, bias_of_kept: bool
 ) -> tuple[Any, ...]:
-    """Of a sum or mean without an activation; g is float32 ``[Z, P]``, divided by the counts for a mean."""
+    """Gradients of a sum or mean without an activation; g is float32 ``[Z, P]``, divided by the counts for a mean."""
     kept, reduced, dtype = operands.kept, operands.reduced, operands.kept.dtype
     taking = operands.taking()
     d_kept = d_reduced = d_bias = None
@@ -314,7 +314,7 @@ def _linear_gradients(
     if wanted[1]:
         total = torch.bmm(g.to(dtype).unsqueeze(1), kept)
         total = total if taking is None else torch.where(taking.unsqueeze(-1), total, 0)
-        # In memory of its own size, as torch's product gives it, so that it may be changed in place.
+        # Not an expanded view, so that the gradient may be changed in place, as torch's may.
         d_reduced = total.expand(reduced.shape).contiguous()
     if wanted[2]:
         if bias_of_kept:

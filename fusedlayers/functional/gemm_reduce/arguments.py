@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ..operands import check_given, check_layout, check_tensors, checked_flag, leading_dims, said
 
-# Of each operation the one that the kernels compute; an argmax is the index of a maximum.
+# Each op -> the one that kernels compute; an argmax is the index of a maximum.
 OPERATIONS = {
     "sum": "sum", "mean": "mean", "max": "max", "min": "min", "absmax": "absmax", "sumsq": "sumsq",
     "logsumexp": "logsumexp", "argmax": "max", "argmin": "min",
@@ -21,7 +21,7 @@ INTEGER_DTYPES = (
 
 
 def check_gemm_reduce(tensors: Sequence[Any], options: tuple[Any, ...]) -> None:
-    """All arguments of ``functional.gemm_reduce`` but the activation."""
+    """Checks every argument but the activation."""
     a, b, mask, lengths, bias = tensors
     op, dim, _, return_indices, return_product, atomic = options
     check_given(a=a, b=b)
@@ -76,7 +76,7 @@ def _check_rows(
     letters: str,
     a: Tensor,
 ) -> None:
-    """A tensor that says which rows take part."""
+    """Checks a mask or lengths."""
     if tensor is None:
         return
     if not isinstance(tensor, Tensor):

@@ -51,31 +51,30 @@ def linear_cross_entropy(
 
     Names and meaning are those of ``torch.nn.functional.linear_cross_entropy`` and ``cross_entropy``; the last four
     arguments go beyond them. The gradients of a mean or a sum are computed in the forward pass, while a chunk of logits
-    is there, unless ``recompute`` says otherwise. Without a reduction no logits are written at all. The loss is the
-    same, bit for bit, whether gradients are wanted or not.
+    is in memory, unless ``recompute`` says otherwise. Without a reduction no logits are written at all. The loss has
+    the same bits whether gradients are wanted or not.
 
     Args:
         input: ``[*B, K]`` or ``[K]``, any strides.
-        linear_weight: ``[V, K]``, ``nn.Linear``'s layout: a row for every class. Or ``[V, d1, ..., K]``, by which a
-            token has a loss at each of d1 · ... positions, through torch's operations: target, linear_bias and losses
-            have these dimensions, too, behind the tokens or the classes.
+        linear_weight: ``[V, K]``, ``nn.Linear``'s layout: a row for every class. Or ``[V, d1, ..., K]``: a token has a
+            loss at each of d1 · ... positions, through torch's operations; target, linear_bias and losses have these
+            dimensions, too, after the tokens or the classes.
         target: int64 or uint8 classes ``[*B]``, or probabilities ``[*B, V]`` of all classes, which torch's operations
             take.
         linear_bias: ``[V]`` or None.
-        weight: ``[V]`` or None: what the losses of a class's tokens are multiplied by. It has no gradient.
+        weight: ``[V]`` or None: factors of the losses of each class's tokens. It has no gradient.
         reduction: "mean" over the tokens that count, weighted by ``weight``, "sum", or "none".
         ignore_index: tokens with this target do not count; None is -100. Among probabilities it must be None.
-        label_smoothing: the share of the target that all classes have in equal parts, 0 to 1.
+        label_smoothing: the share of the target that is spread evenly over all classes, 0 to 1.
         softcap: c of ``c · tanh(logits / c)`` (Gemma 2), or None.
-        logit_scale: what the logits are multiplied by, before the softcap (Cohere; Granite divides).
+        logit_scale: factor of the logits before the softcap (Cohere; Granite divides).
         z_loss: ``z_loss · logsumexp(logits)²`` is added to the loss of every token that counts (PaLM, ST-MoE). A mean
             divides it as it divides the rest.
-        recompute: no logits are written, with a reduction, either: the forward pass keeps the input and two numbers of
-            each token alone, and the backward pass computes the logits again, some columns at a time: beside the
-            gradients themselves it takes a float32 sum of that of the input, and 64 MiB (or
-            ``FUSEDLAYERS_WORKSPACE_MIB`` for both) as long as 256 columns fit. One product in three is computed twice.
-            Without a reduction this is so in any case, but for the 64 MiB, which are 512. Without kernels it changes
-            nothing.
+        recompute: write no logits with a reduction, either. The forward pass saves only the input and two numbers per
+            token, and the backward pass recomputes the logits, some columns at a time. Beside the gradients it takes a
+            float32 sum for that of the input, and 64 MiB (or ``FUSEDLAYERS_WORKSPACE_MIB`` for both) as long as 256
+            columns fit. One product in three is computed twice. Without a reduction this is always so, with 512 MiB
+            instead of 64. Without kernels it changes nothing.
 
     Returns:
         The loss, a scalar, or ``[*B]`` without a reduction, in float32 for operands of 16 bits (torch's own has their
@@ -95,7 +94,7 @@ def linear_cross_entropy(
     )  # fmt: skip
 
 
-_LINEAR_BIAS = 3  # its place among the operands
+_LINEAR_BIAS = 3  # position among the operands
 
 
 class LossHead(Operation):
@@ -105,7 +104,7 @@ class LossHead(Operation):
     operands = "input linear_weight target linear_bias? weight?"
     row_operands = ("input",)
     torch_takes_cast = True
-    # Of ``reference``; with all arguments of the public function.
+    # The function of ``reference`` that takes the arguments of the public one.
     oracle: ClassVar[Callable[..., Any]]
 
     def details(self, plan: LossPlan, extras: dict[str, Any]) -> LossArithmetic:
@@ -131,7 +130,7 @@ class LossHead(Operation):
 
 
 class _LinearCrossEntropy(LossHead):
-    """The losses of tokens, or their mean or sum, which brings its gradients along."""
+    """The losses of tokens, or their mean or sum, on the chunked path together with its gradients."""
 
     oracle = staticmethod(reference.linear_cross_entropy)
 
@@ -168,7 +167,7 @@ class _LinearCrossEntropy(LossHead):
         return dict(zip(names, options[1:-1], strict=True))
 
     def unread(self, call: Prepared, wanted: Sequence[bool]) -> Sequence[int]:
-        # Gradients that were computed in the forward pass need no logits again.
+        # Gradients from the forward pass need no logits, and so no bias.
         return (_LINEAR_BIAS,) if call.problem.early else ()
 
     def forward(self, call: Prepared, operands: Tensors, wanted: Sequence[bool]) -> tuple[Tensors, Tensors]:
@@ -203,7 +202,7 @@ class _LinearCrossEntropy(LossHead):
     def _scaled(
         self, operands: Tensors, made: Tensors, wanted: Sequence[bool], upstream: Tensors, in_place: bool
     ) -> Tensors:
-        """The gradients of the forward pass times that of the loss; ``in_place`` where they have its dtype already."""
+        """The forward pass's gradients times the loss's upstream gradient; ``in_place`` if no cast is needed."""
         *found, late = made
         factor = upstream[0] if late is None else upstream[0] * late
         dx, dw, db = (

@@ -19,9 +19,9 @@ REDUCTIONS = ("none", "mean", "sum")
 def check_layer(
     input: Tensor, linear_weight: Tensor, target: Tensor, linear_bias: Tensor | None, several: bool = False
 ) -> None:
-    """The tensors that the logits are made of, and the target's place; what the target holds is not looked at.
+    """Checks the operands of the logits, and type, layout and device of the target, but not its values.
 
-    ``several``: a weight ``[V, d1, ..., K]`` is right, too, by which a token has several losses.
+    ``several``: also takes a weight ``[V, d1, ..., K]``, which gives a token several losses.
     """
     check_given(input=input, linear_weight=linear_weight, target=target)
     tensors = {"input": input, "linear_weight": linear_weight, "linear_bias": linear_bias}
@@ -51,7 +51,7 @@ def check_layer(
 
 
 def check_classes(input: Tensor, target: Tensor, out_features: Sequence[int] = ()) -> None:
-    """Targets are classes, one for each token, or for each of its ``out_features``."""
+    """Checks targets that are classes, one for each token, or for each of its ``out_features``."""
     if target.dtype not in (torch.int64, torch.uint8):
         raise TypeError(f"{said('target', target)}: expected torch.int64 or torch.uint8, the class of each token")
     letters = "[*B, d1, ...]" if out_features else "[*B]"
@@ -62,7 +62,7 @@ def check_classes(input: Tensor, target: Tensor, out_features: Sequence[int] = (
 
 
 def check_probabilities(input: Tensor, linear_weight: Tensor, target: Tensor, ignore_index: Any) -> None:
-    """Targets are probabilities of all classes."""
+    """Checks targets that are probabilities of all classes."""
     classes, *out_features = linear_weight.shape[:-1]
     expected = (*input.shape[:-1], classes, *out_features)
     if tuple(target.shape) != expected:
@@ -78,7 +78,7 @@ def check_probabilities(input: Tensor, linear_weight: Tensor, target: Tensor, ig
 
 
 def check_class_weight(weight: Tensor | None, linear_weight: Tensor) -> None:
-    """The weights of the classes."""
+    """Checks the weights of the classes."""
     if weight is None:
         return
     if not isinstance(weight, Tensor):
@@ -94,7 +94,7 @@ def check_class_weight(weight: Tensor | None, linear_weight: Tensor) -> None:
 
 
 def checked_ignore_index(ignore_index: Any) -> int:
-    """An int that a target may hold, and torch's default for None; torch's own function takes any of these."""
+    """An int of 64 bits; torch's default for None."""
     if ignore_index is None:
         return IGNORED
     if type(ignore_index) is not int:

@@ -1,4 +1,4 @@
-"""The chunked path of the loss head: the logits of some tokens at a time, which their gradient replaces.
+"""The chunked path of the loss head: the logits of some tokens at a time, which their gradient overwrites.
 
 Everything is a matrix of rows here: input ``[M, K]``, linear_weight ``[V, K]``, logits of a chunk ``[m, V]``. Products
 have ``P`` columns: V, or more where the weight is copied with rows of zeros at its end.
@@ -20,9 +20,9 @@ from ..sums import accumulated, add_product, summed_rows
 
 
 class Head(NamedTuple):
-    """What the logits are made of, and what they are held against; class weights and their sum are float32.
+    """The operands of the logits, the targets, and class weights with their sum, both float32.
 
-    Weight ``[P, K]`` and bias ``[P]`` are those that products read.
+    Weight ``[P, K]`` and bias ``[P]`` are padded as products read them.
     """
 
     input: Tensor
@@ -51,14 +51,14 @@ class Head(NamedTuple):
         return self.plan.problem.V
 
     def for_each_chunk(self, visit: Callable[[slice, Tensor], None]) -> None:
-        """Calls ``visit(rows, logits)`` for every chunk, all in the same memory, which is free again afterwards.
+        """Calls ``visit(rows, logits)`` for every chunk, all in one buffer.
 
-        The first chunk is the shortest. Logits ``[m, P]`` are those of the products; what lies from column V on means
-        nothing, but is no NaN.
+        The first chunk is the shortest. Logits ``[m, P]`` are those of the products; columns from V on are padding, but
+        not NaN.
         """
         tokens, columns = self.input.shape[0], self.linear_weight.shape[0]
         buffer = self.input.new_empty(self.plan.rows, self.plan.problem.padded_columns)
-        # No product writes what pads the rows, and the kernel computes with it, though for nothing.
+        # No product writes the padding of the rows, but the kernel reads it.
         buffer[:, columns:].zero_()
         for last in range((tokens - 1) % self.plan.rows + 1, tokens + 1, self.plan.rows):
             rows = slice(max(0, last - self.plan.rows), last)
@@ -70,7 +70,7 @@ class Head(NamedTuple):
             visit(rows, logits)
 
     def known(self, rows: slice) -> tuple[Tensor, Tensor | None, Tensor | None, LossArithmetic, RowTiles]:
-        """What the kernels take of these tokens besides their logits."""
+        """The kernels' arguments for these tokens besides their logits."""
         assert self.plan.tiles is not None
         return self.target[rows], self.weight, self.weight_sum, self.arithmetic, self.plan.tiles
 
@@ -79,16 +79,16 @@ class Head(NamedTuple):
         counts = self.target != self.arithmetic.ignore_index
         if self.weight is None:
             return counts.sum().to(torch.float32)
-        # A target that is no class gets its NaN from the kernel.
+        # Clamped for indexing: the kernel makes the loss NaN where a target is no class.
         classes = self.target.clamp(0, self.weight.shape[0] - 1)
         return torch.where(counts, self.weight[classes], 0.0).sum()
 
 
 class Sums:
-    """The wanted gradients of input, linear_weight and linear_bias, as chunk after chunk adds to them.
+    """Accumulators of the wanted gradients of input, linear_weight and linear_bias over the chunks.
 
-    Each is float32 where its plan says so, and each has memory of its own, without what pads the product's columns:
-    ``whole`` rows of dW are a product of whole vectors, those behind them one that is padded.
+    They are float32 where planned, and have no padding: the first ``whole`` rows of dW come from a product of aligned
+    size, the others from a padded one.
     """
 
     def __init__(self, head: Head, wanted: Sequence[bool]) -> None:
@@ -96,7 +96,7 @@ class Sums:
         input, weight, bias = head.input, head.linear_weight, head.linear_bias
         self.of_input = self.of_weight = self.of_bias = self.last_rows = None
         columns = weight.shape[0]
-        # Of some of the classes there are fewer than of all, with those of the other processes as one more.
+        # With a vocabulary over several processes V counts one more class for theirs, which the weight does not have.
         classes = min(head.classes, columns)
         self.whole = classes if columns == classes else classes // ALIGNED_COLUMNS * ALIGNED_COLUMNS
         if wanted[0]:
@@ -104,7 +104,7 @@ class Sums:
             self.of_input = torch.empty(input.shape, dtype=dtype, device=input.device)
         if wanted[1]:
             dtype = torch.float32 if plan.wide_sum else weight.dtype
-            # The first chunk begins the sum, where there is one.
+            # The first chunk overwrites it, but there may be no chunk.
             made = torch.empty if len(input) else torch.zeros
             self.of_weight = made((classes, weight.shape[1]), dtype=dtype, device=weight.device)
             if self.whole < classes:
@@ -113,7 +113,7 @@ class Sums:
             self.of_bias = torch.zeros(classes, dtype=accumulated(bias.dtype), device=bias.device)
 
     def add(self, rows: slice, gradient: Tensor) -> None:
-        """What follows from the gradient ``[m, P]`` of a chunk's logits, which is 0 from column V on."""
+        """Adds what follows from the gradient ``[m, P]`` of a chunk's logits, which is 0 from column V on."""
         input, weight = self.head.input, self.head.linear_weight
         if self.of_input is not None:
             add_product(self.of_input[rows], gradient.T, weight, first=True)
@@ -125,7 +125,7 @@ class Sums:
             self.of_bias += summed_rows(gradient)[: self.of_bias.shape[0]]
 
     def unrounded(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """The gradients of input, linear_weight and linear_bias, in the dtypes that they were added up in."""
+        """The gradients of input, linear_weight and linear_bias in their accumulation dtypes."""
         if self.of_weight is not None and self.last_rows is not None:
             self.of_weight[self.whole :] = self.last_rows[: self.of_weight.shape[0] - self.whole]
         return self.of_input, self.of_weight, self.of_bias
@@ -137,12 +137,12 @@ class Sums:
 
 
 def reduced(head: Head, wanted: Sequence[bool]) -> tuple[Tensor, Tensors]:
-    """The sum or the mean of the losses; its gradients, and a factor that they still lack, where any is wanted."""
+    """The sum or the mean of the losses; where wanted its gradients, and a factor that they still lack."""
     problem = head.plan.problem
     mean = problem.reduction == "mean"
     counted = head.counted() if mean else None
     factor = None if counted is None else counted.reciprocal()
-    # The same kernel runs with and without gradients: another one might round otherwise.
+    # The same kernel runs with and without gradients, as another one might round differently.
     early = None if problem.format.small_range else factor
     sums = Sums(head, wanted) if any(wanted) else None
     losses = head.input.new_empty(head.input.shape[0], dtype=torch.float32)
@@ -162,13 +162,13 @@ def reduced(head: Head, wanted: Sequence[bool]) -> tuple[Tensor, Tensors]:
         return loss, (None,) * 4
     late = None
     if problem.deferred and factor is not None:
-        # Where no token counts the gradients are 0; where the weights of those that do add up to 0 they are NaN.
+        # Gradients are 0 where no token counts, and NaN where some do, but their class weights add up to 0.
         late = factor.masked_fill((head.target == head.arithmetic.ignore_index).all(), 0.0)
     return loss, (*sums.unrounded(), late)
 
 
 def padded(tensor: Tensor, rows: int) -> Tensor:
-    """A copy with rows of zeros at its end."""
+    """A copy, zero-padded to ``rows`` rows."""
     copy = tensor.new_empty(rows, *tensor.shape[1:])
     copy[: len(tensor)] = tensor
     copy[len(tensor) :].zero_()

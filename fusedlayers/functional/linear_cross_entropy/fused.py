@@ -1,6 +1,6 @@
 """The fused path of the loss head: losses straight from the product of input and weight.
 
-The backward pass computes this product again, some columns at a time, whose gradient it writes.
+The backward pass recomputes this product, some columns at a time, and writes their gradient.
 """
 
 from collections.abc import Sequence
@@ -15,12 +15,12 @@ from .chunked import Head, padded
 
 
 def each(head: Head, saving: bool) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """The losses ``[M]``, the entropies if they are wanted, and what the backward pass needs of every token."""
+    """The losses ``[M]``, the entropies if wanted, and with ``saving`` two numbers per token for the backward pass."""
     plan = head.plan
     assert plan.logit_tiles is not None
     losses = head.input.new_empty(head.input.shape[0], dtype=torch.float32)
     entropies = torch.empty_like(losses) if plan.problem.entropy else None
-    # Where nobody needs them, too: the same kernels run, and round the same way.
+    # Computed even if nobody needs them, so that the same kernels run, and round the same way.
     statistics = losses.new_empty(2, len(losses))
     kernels.losses_of_product(
         head.input, head.linear_weight, head.linear_bias, head.target, head.weight, head.weight_sum, head.arithmetic,
@@ -31,13 +31,13 @@ def each(head: Head, saving: bool) -> tuple[Tensor, Tensor | None, Tensor | None
 
 
 def reduced(head: Head, saving: bool) -> tuple[Tensor, Tensors]:
-    """The sum or the mean of the losses; what the backward pass needs, with the factor that makes a mean of a sum."""
+    """The sum or the mean of the losses; with ``saving`` the tokens' statistics, and for a mean its factor."""
     losses, _, statistics = each(head, saving)
     loss = losses.sum()
     if head.plan.problem.reduction == "sum":
         return loss, (statistics, None)
     counted = head.counted()
-    # It is infinite where no token counts: the kernel of the gradients leaves those out that do not.
+    # Infinite where no token counts, but the kernel of the gradients skips such tokens.
     return loss / counted, (statistics, counted.reciprocal() if saving else None)
 
 
@@ -65,7 +65,7 @@ def gradients(
     for first in range(0, classes, plan.columns):
         columns = slice(first, min(first + plan.columns, classes))
         weight, count = head.linear_weight[columns], columns.stop - first
-        # The last columns may be no whole vectors, without which products are slow.
+        # The last columns are padded, as products of unaligned size are slow.
         width = plan.problem.aligned(count)
         gradient = input.new_empty(tokens, width)
         kernels.gradient_of_product(
@@ -81,7 +81,7 @@ def gradients(
             dw[columns] = _product(gradient, input, sums_dtype if plan.wide_sum else dtype)[:count]
         if db is not None:
             db[columns] = summed_rows(gradient)[:count]
-        # Free before that of the next columns is taken, and before dx is rounded.
+        # Free it before the next columns allocate theirs, and before dx is rounded.
         del gradient
     return None if dx is None else dx.to(dtype), dw, db
 

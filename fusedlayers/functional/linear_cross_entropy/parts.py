@@ -1,8 +1,8 @@
-"""Losses of classes that are spread over several processes, each with the rows of the weight that are its own.
+"""Losses of a vocabulary that is sharded over several processes, each with its own rows of the weight.
 
-Every process makes the logits of its classes, chunk by chunk, and of each token's their largest and the sum of their
-exponentials. What all of them found is gathered once, and is all that the loss needs; the backward pass makes the
-logits anew, and gives the part of the input's gradient that follows from the classes here.
+Every process computes the logits of its classes, chunk by chunk, and for each token their maximum and the sum of their
+exponentials. These are gathered once, and are all that the loss needs; the backward pass recomputes the logits, and
+gives the share of the input's gradient that comes from the local classes.
 """
 
 from collections.abc import Callable
@@ -22,15 +22,15 @@ from ..operands import autocast, compute_dtype, without_autocast
 from .arguments import loss_problem
 from .chunked import Head, Sums
 
-# Targets as a process sees them: its own classes, from 0 on; V, the number of them, for a class of another process; and
-# for a token that does not count, or whose target is nowhere a class:
+# Local targets are the process's own classes, from 0 on; V, their number, for a class of another process; and these two
+# for a token that does not count, and for a target that is no class of any process.
 _IGNORED, _UNKNOWN = -1, -2
 
 
 class Part(NamedTuple):
-    """The classes of a process: where they begin, how many there are in all, and what the loss is.
+    """The classes of a process: the first one, the number over all processes, and the options of the loss.
 
-    ``gather`` gives the tensors of all processes for that of this one: ``[...] -> [processes, ...]``.
+    ``gather`` stacks the tensors of all processes: ``[...] -> [processes, ...]``.
     """
 
     first: int
@@ -42,11 +42,11 @@ class Part(NamedTuple):
     z_loss: float = 0.0
 
     def arithmetic(self, accuracy: str, z_loss: float = 0.0) -> LossArithmetic:
-        """What the kernels compute of it here."""
+        """The arithmetic of the local kernels."""
         return LossArithmetic(_IGNORED, accuracy, 0.0, z_loss, self.logit_scale, self.softcap)
 
     def targets(self, target: Tensor, own: int) -> Tensor:
-        """The targets as this process sees them, with ``own`` classes."""
+        """The local targets of this process, which has ``own`` classes."""
         local = target - self.first
         local = torch.where((local >= 0) & (local < own), local, own)
         local = torch.where((target >= 0) & (target < self.classes), local, _UNKNOWN)
@@ -58,14 +58,14 @@ def losses_of_part(
 ) -> Tensor:
     """The losses ``[M]`` of input ``[M, K]``, in at least 32 bits; the same in all processes.
 
-    linear_weight ``[V, K]`` and linear_bias ``[V]`` are those of the classes here. A target that is no class of any
+    linear_weight ``[V, K]`` and linear_bias ``[V]`` are those of the local classes. A target that is no class of any
     process makes the loss NaN. The gradient of the input is this process's share of a sum over all.
     """
     dtype = compute_dtype(input)
     input, linear_weight, linear_bias = autocast((input, linear_weight, linear_bias), dtype)
     facts: dict[str, Any] = {"capped": part.softcap is not None, "squared": part.z_loss > 0}
     problem = loss_problem(input, linear_weight, target, linear_bias, parted=True, **facts)
-    # With a column to spare.
+    # One more, for the classes of other processes.
     problem = replace(problem, V=problem.V + 1)
     plan = dispatch.dispatch(problem, input.device)
     dispatch.count(plan)
@@ -81,7 +81,7 @@ class _LossesOfPart(torch.autograd.Function):
     ) -> Tensor:
         head = _head(input, weight, bias, target, part, plan, 0.0)
         dtype = torch.promote_types(input.dtype, torch.float32)
-        # Top and total of every token, its loss as if there were no other classes, and whether its target is here.
+        # Of every token: maximum, sum of exponentials and loss over the local classes, and whether its class is local.
         found = torch.empty(4, input.shape[0], dtype=dtype, device=input.device)
         here = (head.target >= 0) & (head.target < weight.shape[0])
         found[3] = here
@@ -93,7 +93,7 @@ class _LossesOfPart(torch.autograd.Function):
         tops, totals, losses, owning = part.gather(found).unbind(1)
         top = tops.amax(0)
         total = (totals * (tops - top).exp()).sum(0)
-        # In the process that has the target: exact for a token that is almost certain, as the local loss is.
+        # From the process that has the target: its local loss is exact for a token that is almost certain.
         wider = losses + ((top - tops) + (total.log() - totals.log()))
         loss = torch.where(owning > 0, wider, 0.0).sum(0)
         if part.z_loss:
@@ -125,7 +125,7 @@ class _LossesOfPart(torch.autograd.Function):
 def _head(
     input: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, part: Part, plan: LossPlan, z_loss: float
 ) -> Head:
-    """What makes the logits here: in one chunk, where torch computes with them."""
+    """The local head; all tokens are one chunk where torch computes."""
     plan = plan if plan.path == "chunked" else replace(plan, rows=max(input.shape[0], 1))
     local = part.targets(target, weight.shape[0])
     return Head(input, weight, bias, local, None, None, plan, part.arithmetic(plan.accuracy, z_loss))
@@ -135,7 +135,7 @@ def _statistics(head: Head, rows: slice, logits: Tensor, here: Tensor, found: Te
     """Fills the first three rows of ``found`` for the tokens of a chunk."""
     local = head.target[rows]
     if head.plan.path == "chunked":
-        # To the kernel a class of another process is none.
+        # A class of another process is no target for the kernel.
         known = torch.where(here, local, _IGNORED), *head.known(rows)[1:]
         kernels.losses(logits, *known, loss=found[2, rows], statistics=found[:2, rows])
         return
@@ -147,9 +147,9 @@ def _statistics(head: Head, rows: slice, logits: Tensor, here: Tensor, found: Te
 
 
 def _gradient(head: Head, rows: slice, logits: Tensor, statistics: Tensor, upstream: Tensor) -> None:
-    """Puts the gradient of the losses of a chunk's tokens in the place of their logits."""
+    """Overwrites the logits of a chunk's tokens with the gradient of their losses."""
     if head.plan.path == "chunked":
-        # A class of another process is the column behind the last one: the rows are padded, and nobody reads it.
+        # A class of another process is the column after the last one, which is padding.
         wider = logits.as_strided((logits.shape[0], logits.shape[1] + 1), logits.stride())
         kernels.gradient(wider, *head.known(rows), statistics=statistics, upstream=upstream)
         return

@@ -1,14 +1,13 @@
 """The feed-forward block with adapters of low rank (LoRA): the public function, and its operation.
 
 With u = s x Aᵀ the adapted product is ``x Wᵀ + u Bᵀ``, and with v = s dz B its gradients are dx = dz W + v A,
-dA = vᵀ x and dB = dzᵀ u. u and v have few columns, and so cuBLAS computes them, and the gradients of A and B. What has
-the width of the hidden is never written for an adapter: u Bᵀ of the up and gate projections, and v A of the down
-projection, join the large product on chip.
+dA = vᵀ x and dB = dzᵀ u. u and v have few columns: cuBLAS computes them, and the gradients of A and B. No adapter
+writes a matrix as wide as the hidden: u Bᵀ of the up and gate projections, and v A of the down projection, are added to
+the large product on chip.
 
-With dropout u = s drop(x) Aᵀ, dx = dz W + drop(v A) and dA = vᵀ drop(x). Each adapter has a mask of its own, or gate
-and up projection have one together; the backward pass draws it again. drop(x) and drop(v A) are in memory while a
-product reads them, each as large as x, those of the down projection as large as the hidden: the one matrix of that
-width that is written for an adapter.
+With dropout u = s drop(x) Aᵀ, dx = dz W + drop(v A) and dA = vᵀ drop(x). Each adapter has its own mask, or gate and up
+projection share one; the backward pass redraws it. drop(x) and drop(v A) are in memory while a product reads them, each
+as large as x, or for the down projection as large as the hidden: the only matrix of that width that an adapter writes.
 
 Gated, forward and backward, rank 16, frozen weights, µs on an H200: 2,590 at 8192 × 2048 × 8192, where torch.compile
 takes 3,342 and the same FFN without adapters 2,185; 8,196, 9,447 and 7,532 at 8192 × 4096 × 14336.
@@ -67,8 +66,8 @@ def lora_ffn(
 ) -> Tensor:
     """Feed-forward block whose linear layers compute ``x Wᵀ + b + scale (dropout(x) Aᵀ) Bᵀ`` (Hu et al., "LoRA", 2021).
 
-    Otherwise ``act(up(x))``, with ``w_gate`` ``act(gate(x)) ⊙ up(x)``, and then down, as :func:`ffn`. W is not
-    changed, and what is added to it never written; x, the pre-activations and ``x Aᵀ`` are kept for the backward pass.
+    Otherwise as :func:`ffn`: ``down(act(up(x)))``, with ``w_gate`` ``down(act(gate(x)) ⊙ up(x))``. ``W + scale B A`` is
+    never formed; x, the pre-activations and ``x Aᵀ`` are saved for the backward pass.
 
     Args:
         x: ``[*B, M, K]`` or ``[K]``: any leading dims, any strides.
@@ -78,20 +77,20 @@ def lora_ffn(
         b_down: ``[O]`` or None.
         w_gate: ``[N, K]`` or None (no gate).
         b_gate: ``[N]`` or None.
-        up_a: ``[R, K]`` or None (no adapter); every adapter has a rank R of its own.
+        up_a: ``[R, K]`` or None (no adapter); every adapter has its own rank R.
         up_b: ``[N, R]``, given with ``up_a``.
         down_a: ``[R, N]`` or None.
         down_b: ``[O, R]``.
         gate_a: ``[R, K]`` or None.
         gate_b: ``[N, R]``.
         activation: a name of ``fusedlayers.kernels.activations.ACTIVATIONS``, or Hugging Face's name of one.
-        up_scale: what the adapter's product is multiplied by; so ``down_scale`` and ``gate_scale``.
-        adapter_dropout_p: the probability with which an element of what adapters take is dropped. Each has a mask of
-            its own, and the backward pass draws it again, so that none is kept.
+        up_scale, down_scale, gate_scale: factors of the adapters' products.
+        adapter_dropout_p: probability of dropping an element of an adapter's input. Each adapter has its own mask,
+            which is not saved: the backward pass redraws it.
         shared_dropout: whether the adapters of gate and up projection drop the same elements of x, as the adapter of
             one linear layer that holds both does.
-        dropout_seed: int64 ``[1]`` on the device of x, from which alone the masks follow; None draws one from the
-            default generator. A DTensor's masks are drawn by DTensor itself instead.
+        dropout_seed: int64 ``[1]`` on the device of x, which alone determines the masks; None draws one from the
+            default generator. DTensors draw their own masks instead.
 
     Returns:
         ``[*B, M, O]`` in the dtype of x (under autocast: in autocast's dtype). float16, bfloat16 and float32 can run in
@@ -110,7 +109,7 @@ def lora_ffn(
 
 
 class _Details(NamedTuple):
-    """What kernels and products are told beside the plan."""
+    """What kernels and products need beside the plan."""
 
     arithmetic: Arithmetic
     dropout_p: float
@@ -121,7 +120,7 @@ class _Details(NamedTuple):
 
 
 class _LoRAFFN(Operation):
-    """The FFN of x ``[*B, M, K]`` with adapters; it keeps inputs, pre-activations and the products with A."""
+    """The FFN of x ``[*B, M, K]`` with adapters; it saves inputs, pre-activations and the products with A."""
 
     problem_type = LoRAProblem
     operands = "x w_up w_down b_up? b_down? w_gate? b_gate? up_a? up_b? down_a? down_b? gate_a? gate_b? seed?"
@@ -188,7 +187,7 @@ class _LoRAFFN(Operation):
         given = tensors[-1]
         if not call.problem.adapter_dropout:
             return tensors if given is None else (*tensors[:-1], None)
-        # One seed, whatever path runs: as for the FFN.
+        # Drawn on every path, as for the FFN.
         return tensors if given is not None else (*tensors[:-1], dropping.draw_seed(*tensors))
 
     def extras(self, options: tuple[Any, ...]) -> dict[str, Any]:
@@ -201,7 +200,7 @@ class _LoRAFFN(Operation):
         return _Details(arithmetic, extras["dropout_p"], places, *extras["scales"])
 
     def unread(self, call: Prepared, wanted: Sequence[bool]) -> Sequence[int]:
-        # What they were added to is kept, or nobody asks for it.
+        # What the biases were added to is saved, or not needed.
         return [place for place, name in enumerate(Operands._fields) if name in ("b_up", "b_down", "b_gate")]
 
     def forward(self, call: Prepared, operands: Tensors, wanted: Sequence[bool]) -> tuple[Tensors, Tensors]:
@@ -269,9 +268,9 @@ class _LoRAFFN(Operation):
         found: dict[str, Any],
         in_place: bool,
     ) -> tuple[Tensor, Tensor | None]:
-        """dz and dz_gate; ``found`` gets their sums, and what follows from the hidden, which is freed again.
+        """dz and dz_gate; ``found`` gets their sums, and the gradients that need the hidden, which is then freed.
 
-        ``in_place`` they take the place of the pre-activations.
+        ``in_place``: they overwrite the pre-activations.
         """
         tiles, details = call.plan.epilogue.gradient, call.details
         z, z_gate, *_ = made
@@ -299,7 +298,7 @@ class _LoRAFFN(Operation):
         if want.w_down:
             found["w_down"] = dy.t() @ hidden
         if want.down_a:
-            # Nobody reads the hidden after this.
+            # The last use of the hidden: dropout may overwrite it.
             found["down_a"] = v[:, :rank].t() @ dropped(hidden, dropout, hidden)
         return dz, dz_gate
 
@@ -312,11 +311,11 @@ class _LoRAFFN(Operation):
         inner: Any,
         found: dict[str, Any],
     ) -> None:
-        """The gradients of x and of what it is multiplied with, which ``found`` gets."""
+        """Puts the gradients of x and of its factors into ``found``."""
         p, details, x = call.problem, call.details, rows(given.x)
         dz, dz_gate = d_pre
         v: Any = None
-        taken: Tensor | None = None  # what an adapter takes of x
+        taken: Tensor | None = None  # x after an adapter's dropout
         first = aligned_columns(x, p.rank_up)
         parts = {"up": (dz, slice(0, p.rank_up)), "gate": (dz_gate, slice(first, first + p.rank_gate))}
         if want.x or want.up_a or want.gate_a:
@@ -339,7 +338,7 @@ class _LoRAFFN(Operation):
             terms = [(dz, given.w_up)] if dz_gate is None else [(dz, given.w_up), (dz_gate, given.w_gate)]
             factors = {name: a for name, a in (("up", given.up_a), ("gate", given.gate_a)) if a is not None}
             dx: Any = None
-            # What adapters add comes first, as it is the smallest: each sum is rounded.
+            # The adapters' terms come first, as they are the smallest and every sum is rounded.
             if p.adapter_dropout:
                 for name, a in factors.items():
                     added = torch.mm(v[:, parts[name][1]], a)
@@ -373,7 +372,7 @@ class _LoRAFFN(Operation):
 
 
 def _dropout(call: Prepared, given: Operands, name: str) -> Dropout:
-    """The dropout of what the adapter of this name takes, which may be none."""
+    """The dropout of the input of this adapter; may be none."""
     return NO_DROPOUT if given.seed is None else Dropout(given.seed, call.details.dropout_p, call.details.places[name])
 
 

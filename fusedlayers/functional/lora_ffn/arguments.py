@@ -27,7 +27,7 @@ class Operands(NamedTuple):
 
 
 def check_adapter(name: str, a: Tensor | None, b: Tensor | None, inner: int, outer: int) -> None:
-    """Both factors of one adapter, or none, of a linear layer with so many inputs and outputs."""
+    """Checks both factors of one adapter, or none, of a linear layer with ``inner`` inputs and ``outer`` outputs."""
     given, missing = (f"{name}_a", f"{name}_b") if b is None else (f"{name}_b", f"{name}_a")
     if (a is None) != (b is None):
         raise ValueError(f"{missing} must be given with {given}: an adapter has both")

@@ -1,4 +1,4 @@
-"""The narrow products of adapters, and the dropout of what they take."""
+"""The narrow products of adapters, and the dropout of their inputs."""
 
 from typing import Any, NamedTuple
 
@@ -12,7 +12,7 @@ from .arguments import Operands
 
 
 class Product(NamedTuple):
-    """``scale · dropout(x) Aᵀ``; x or A may be None, and then there is none."""
+    """``scale · dropout(x) Aᵀ``, or no product where x or A is None."""
 
     x: Tensor | None
     a: Tensor | None
@@ -21,9 +21,9 @@ class Product(NamedTuple):
 
 
 def side_by_side(*products: Product) -> Any:
-    """The products that there are, side by side, each where TMA can copy it by itself.
+    """The existing products side by side, each at an offset that TMA can load from, with zeros between them.
 
-    What lies between them is zeros; None if there is none.
+    None if there is none.
     """
     there = [(x, a, scale, dropout) for x, a, scale, dropout in products if x is not None and a is not None]
     if not there:
@@ -35,7 +35,7 @@ def side_by_side(*products: Product) -> Any:
     for x, a, scale, dropout in there:
         rank, end = a.shape[0], first + aligned_columns(x, a.shape[0])
         part = found[:, first : first + rank]
-        # Gate and up projection may share a mask; what is not needed again goes first.
+        # Gate and up projection may share a mask; otherwise free the last dropped x first.
         if (same := (id(x), dropout.place)) not in taken:
             taken.clear()
             taken[same] = dropped(x, dropout)
@@ -54,14 +54,14 @@ def dropped(values: Tensor, dropout: Dropout, out: Tensor | None = None) -> Tens
 
 
 def aligned(factor: Tensor, axis: int) -> Tensor:
-    """The factor, with zeros behind its ranks where the products with x have zeros."""
+    """The factor, zero-padded along its rank as the products of :func:`side_by_side` are."""
     rank = factor.shape[axis]
     behind = aligned_columns(factor, rank) - rank
     return factor if not behind else F.pad(factor, (0, behind) if axis else (0, 0, 0, behind))
 
 
 def into_hidden(given: Operands, inner: Tensor | None) -> LowRank | None:
-    """What joins the pre-activations; the projection of a gated FFN that has no adapter gets one of zeros."""
+    """What is added to the pre-activations; a projection of a gated FFN without an adapter gets a B of zeros."""
     if inner is None:
         return None
     up, gate = given.up_b, given.gate_b

@@ -1,4 +1,4 @@
-"""Experts: the FFN of a Transformer, several times, each token through the few that its router chose."""
+"""Mixture of experts: several FFNs, of which each token runs through the few that its router chose."""
 
 import math
 from collections.abc import Sequence
@@ -41,9 +41,9 @@ def moe_ffn(
     """``y[m] = Σ_j top_k_weights[m, j] · ffn_e(x[m])`` with ``e = top_k_index[m, j]``, without a loop over experts.
 
     ``ffn_e(x) = act(x W_upᵀ + b_up) W_downᵀ + b_down`` with the weights of expert e; with a gate the hidden is
-    ``act(x W_gateᵀ + b_gate) ⊙ (x W_upᵀ + b_up)``. The letters: M tokens, K d_model, N d_ff, E experts, k experts of
-    each token. Rows are sorted by expert on the device: nothing waits for the host, and a CUDA graph serves any
-    routing. The same bits every time.
+    ``act(x W_gateᵀ + b_gate) ⊙ (x W_upᵀ + b_up)``. The letters: M tokens, K d_model, N d_ff, E experts, k experts per
+    token. Kernels sort rows by expert on the device: the host never synchronises, and a CUDA graph serves any routing.
+    Deterministic.
 
     Args:
         x: ``[*B, M, K]``, any strides.
@@ -55,14 +55,14 @@ def moe_ffn(
         b_up, b_gate: ``[E, N]`` or None.
         b_down: ``[E, K]`` or None.
         activation: a name in ``fusedlayers.kernels.activations``, or Hugging Face's name for it.
-        gate_and_up: "separate"; or w_up is ``[E, 2 N, K]`` (and b_up ``[E, 2 N]``) with the gate in its first half,
-            "concatenated", or in its even rows, "interleaved". w_gate and b_gate are None then.
+        gate_and_up: "separate", "concatenated" or "interleaved". With the latter two w_up is ``[E, 2 N, K]`` (and b_up
+            ``[E, 2 N]``), with the gate in its first half or in its even rows, and w_gate and b_gate are None.
         transposed: whether the last two dimensions of every weight are swapped: w_up ``[E, K, N]``, w_down
             ``[E, N, K]``.
         limit, up_offset: the hidden is ``act(min(gate, limit)) ⊙ (clamp(up, -limit, limit) + up_offset)``. gpt-oss has
             the activation "quick_gelu" with a limit of 7 and an offset of 1.
-        recompute: keep x and the routing alone for the backward pass, which computes the pre-activations again. The
-            default keeps them.
+        recompute: save only x and the routing for the backward pass, which recomputes the pre-activations. The default
+            saves them.
 
     Returns:
         ``[*B, M, K]`` in the dtype of x (under autocast: in autocast's dtype). float16, bfloat16 and float32 can run in
@@ -145,7 +145,7 @@ class _MoeFFN(Operation):
         )
 
     def cast(self, call: Prepared, tensors: Tensors) -> Tensors:
-        # The weights of the experts' results are no operand of a product.
+        # top_k_weights are no operand of a product.
         x, index, scores, *experts = tensors
         return *super().cast(call, (x, index)), scores, *super().cast(call, experts)
 
@@ -159,7 +159,7 @@ class _MoeFFN(Operation):
 
     def unread(self, call: Prepared, wanted: Sequence[bool]) -> Sequence[int]:
         biases = [] if call.problem.recompute else [epilogue.B_UP, epilogue.B_GATE]
-        # The gradient of the tokens' weights is a product with the experts' results.
+        # The gradient of top_k_weights needs the experts' results, which include b_down.
         return biases if wanted[epilogue.SCORES] else [*biases, epilogue.B_DOWN]
 
     def forward(self, call: Prepared, operands: Tensors, wanted: Sequence[bool]) -> tuple[Tensors, Tensors]:

@@ -8,12 +8,12 @@ from torch import Tensor
 
 from ..operands import check_layout, check_shape, check_width, checked_flag, checked_number, said
 
-# How the projections of gate and up lie: each in a tensor of its own, or merged, gate first.
+# Layouts of gate and up projection: separate tensors, or merged, gate first.
 LAYOUTS = ("separate", "concatenated", "interleaved")
 
 
 def check_routing(x: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> None:
-    """The experts of every token and their weights; which experts they are is not looked at."""
+    """Checks the experts of every token and their weights, but not the values of the index."""
     for name, tensor in (("top_k_index", top_k_index), ("top_k_weights", top_k_weights)):
         if not isinstance(tensor, Tensor):
             raise TypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
@@ -37,7 +37,7 @@ def check_experts(
     gate_and_up: str,
     transposed: bool,
 ) -> None:
-    """Weights and biases of all experts, in the layout that is named; ``others``: w_gate, b_up, b_down, b_gate."""
+    """Checks weights and biases of all experts in this layout; ``others``: w_gate, b_up, b_down, b_gate."""
     w_gate, b_up, b_down, b_gate = others
     merged = gate_and_up != "separate"
     if merged and (w_gate is not None or b_gate is not None):
@@ -67,7 +67,7 @@ def check_experts(
 def checked_options(
     gate_and_up: Any, transposed: Any, limit: Any, up_offset: Any, recompute: Any, gated: bool
 ) -> tuple[str, bool, float | None, float, bool]:
-    """The options behind the activation, numbers as floats."""
+    """The checked options after the activation, numbers as floats."""
     if not isinstance(gate_and_up, str) or gate_and_up not in LAYOUTS:
         raise ValueError(f"gate_and_up must be one of {', '.join(LAYOUTS)}, got {gate_and_up!r}")
     for name, flag in (("transposed", transposed), ("recompute", recompute)):

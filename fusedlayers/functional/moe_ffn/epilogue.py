@@ -10,7 +10,7 @@ from ...kernels.grouped_gemm import SortedRows
 from ..operation import Tensors
 from ..prepared import Prepared
 
-# Places among the operands.
+# Positions of the operands.
 _X, _INDEX, SCORES, _W_UP, _W_DOWN, _W_GATE, B_UP, B_DOWN, B_GATE = range(9)
 _THROUGH_HIDDEN = (_X, _W_UP, _W_GATE, B_UP, B_GATE)
 
@@ -18,7 +18,7 @@ _THROUGH_HIDDEN = (_X, _W_UP, _W_GATE, B_UP, B_GATE)
 class _Experts(NamedTuple):
     """Weights ``[E, out, in]`` and biases ``[E, out]``, or their gradients, as views, whatever the layout.
 
-    Each is a tensor, or None where there is none.
+    Each is a tensor or None.
     """
 
     w_up: Any
@@ -30,7 +30,7 @@ class _Experts(NamedTuple):
 
     @classmethod
     def of(cls, call: Prepared, tensors: Tensors) -> "_Experts":
-        """From the tensors behind x and the routing, in the order of the operands."""
+        """From the operands after x and the routing, in their order."""
         w_up, w_down, w_gate, b_up, b_down, b_gate = tensors
         layout = call.extras["gate_and_up"]
         if call.extras["transposed"]:
@@ -52,7 +52,7 @@ def _halves(merged: Tensor | None, layout: str) -> tuple[Tensor | None, Tensor |
 
 
 def forward(call: Prepared, operands: Tensors, saving: bool) -> tuple[Tensor, Tensors]:
-    """y ``[M, K]``; the sorted rows in one tensor and the pre-activations, for a backward pass that will read them."""
+    """y ``[M, K]``; with ``saving`` the sorted rows, in one tensor, and the pre-activations unless recomputed."""
     x, index, scores, *rest = operands
     problem, plan, ready = call.problem, call.plan, call.ready
     experts = _Experts.of(call, rest)
@@ -72,7 +72,7 @@ def _hidden(
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     pipeline, tiles = call.plan.hidden_pipeline, call.plan.hidden_tiles
     if pipeline is not None:
-        # Its copies take rows that lie together.
+        # TMA loads rows of an expert that are adjacent in memory.
         x, _ = kernels.spread(x, None, rows, ready=call.ready.setdefault("x", {}))
     return kernels.hidden(
         x, experts.w_up, experts.w_gate, experts.b_up, experts.b_gate, rows, keep, call.details,
@@ -85,19 +85,19 @@ def gradients(
 ) -> list[Tensor | None]:
     """The wanted gradients of the operands for an upstream gradient ``[M, K]``.
 
-    ``in_place``: nobody reads the pre-activations again, so that their gradients take their place.
+    ``in_place``: nobody reads the pre-activations again, so their gradients overwrite them.
     """
     x, index, scores, *rest = operands
     problem, plan, ready, precision = call.problem, call.plan, call.ready, call.problem.input_precision
     packed, z, g = made
-    # Hooks of saved tensors may have brought them back otherwise.
+    # Saved-tensor hooks may have changed their strides.
     index, scores = index.contiguous(), scores.contiguous()
     experts = _Experts.of(call, rest)
     rows = kernels.rows_of(packed, problem.slots, problem.E, problem.block, problem.top_k)
     found: list[Tensor | None] = [None] * len(operands)
 
     def results(*places: int) -> _Experts:
-        """New gradients for these operands. Each is allocated when it is computed, as others have been freed then."""
+        """New gradients of these operands, allocated only when computed: by then other memory has been freed."""
         for place in places:
             found[place] = operands[place].new_empty(operands[place].shape) if wanted[place] else None
         return _Experts.of(call, [found[place] if place in places else None for place in range(_W_UP, len(found))])
@@ -152,7 +152,7 @@ def gradients(
 def _weight_gradient(
     call: Prepared, left: Tensor, right: Tensor, rows: SortedRows, out: Tensor, order: Tensor | None, name: str
 ) -> None:
-    """Fills ``out[e] = leftᵀ right`` over each expert's rows, along the rows of ``out`` in memory."""
+    """Fills ``out[e] = leftᵀ right`` over each expert's rows; swaps the factors if ``out`` is transposed in memory."""
     if out.stride(1) < out.stride(2):
         left, right, out = right, left, out.mT
     kernels.weight_gradient(

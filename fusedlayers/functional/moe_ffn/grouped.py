@@ -1,7 +1,7 @@
 """The experts in torch's own operations: rows sorted by expert, and products over each expert's rows.
 
-Where torch has a grouped product for the operands nothing waits for the device; else a loop reads the counts. What is
-traced holds no counts to read: there a product is an operation of its own, which chooses when it runs.
+Where torch has a grouped product for the operands the host never synchronises; else a loop reads the counts. In a trace
+there are no counts to read: a product is a custom operation, which chooses when it runs.
 """
 
 import itertools
@@ -17,7 +17,7 @@ from ... import reference
 from ...devices import torch_has_grouped_products
 from ..call import traced, transformed
 
-_BYTES = 16  # of which strides and addresses of torch's grouped products are multiples
+_BYTES = 16  # torch's grouped products need strides and addresses that are multiples of this
 
 
 def experts_by_torch(
@@ -42,7 +42,7 @@ def experts_by_torch(
         w_up, w_down, w_gate = w_up.mT, w_down.mT, None if w_gate is None else w_gate.mT
     experts, k = w_up.shape[0], top_k_index.shape[-1]
     tokens, flat = x.flatten(0, -2), top_k_index.flatten()
-    # What is no expert goes behind all of them.
+    # Indices that are no expert sort last.
     inside = (flat >= 0) & (flat < experts)
     keys, order = flat.where(inside, experts).sort(stable=True)
     ends = torch.searchsorted(keys, torch.arange(experts, device=x.device, dtype=keys.dtype), right=True)
@@ -55,9 +55,9 @@ def experts_by_torch(
         product = grouped_product(rows, weight, ends)
         if bias is None:
             return product
-        # The gradient of an index adds up row by row, so that it needs 32 bits; what is no expert has zeros.
+        # The gradient of indexing accumulates row by row, so it needs float32. The last row is for what is no expert.
         wide = F.pad(bias.to(torch.promote_types(bias.dtype, torch.float32)), (0, 0, 0, 1))
-        # torch writes nothing behind the last end, and a bias would add up the gradients of what is there.
+        # torch leaves rows after the last end uninitialised, and their gradients would reach the bias.
         return (product + wide[keys].to(product.dtype)).where(known, 0)
 
     rows = tokens[order // k].where(known, 0)
@@ -65,7 +65,7 @@ def experts_by_torch(
     if w_gate is not None:
         gate = layer(rows, w_gate, b_gate)
     hidden = reference.clamped_hidden(up, gate, activation=activation, limit=limit, up_offset=up_offset)
-    # Whatever the weight of an index that is no expert: 0 times NaN would not be 0.
+    # The weight of an index that is no expert may be NaN, and 0 times NaN is not 0.
     scores = top_k_weights.flatten()[order].unsqueeze(-1).where(known, 0)
     found = layer(hidden, w_down, b_down).where(known, 0) * scores
     back = order.scatter(0, order, torch.arange(order.shape[0], device=x.device))
@@ -75,10 +75,10 @@ def experts_by_torch(
 def grouped_product(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     """The product of each expert's rows ``[S, in]`` with its weight, of ``[E, in, out]``.
 
-    Behind the last end the rows of the product may be anything.
+    Rows of the product after the last end are undefined.
     """
     if torch.compiler.is_dynamo_compiling() and rows.dtype == torch.bfloat16:
-        # Whoever compiles this expression itself means what torch compiles best.
+        # Users who compile this expression directly get what torch compiles best.
         return torch._grouped_mm(rows, weight, offs=ends)
     if rows.is_meta or torch.compiler.is_dynamo_compiling() or traced():
         return _product(rows, weight, ends)
@@ -88,20 +88,20 @@ def grouped_product(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
 
 
 def _torch_has_it(*operands: Tensor) -> bool:
-    """Whether torch has a grouped product for these operands that waits for nothing, and its gradients."""
+    """Whether torch has a grouped product for these operands, and its gradients, that does not synchronise."""
     first = operands[0]
     known = first.dtype == torch.bfloat16 and torch_has_grouped_products(first.device) and not transformed()
     return known and all(_lies_well(each) for each in operands)
 
 
 def _lies_well(tensor: Tensor) -> bool:
-    # The gradient of a product has rows as long as those of the weight, however that lies.
+    # The gradient of a product has rows as long as those of the weight, whatever its strides.
     if 0 in tensor.shape or tensor.data_ptr() % _BYTES or tensor.shape[-1] * tensor.element_size() % _BYTES:
         return False
     *_, row, column = tensor.stride()
     longer, length = (row, tensor.shape[-1]) if column == 1 else (column, tensor.shape[-2]) if row == 1 else (1, 1)
     strides = (longer, *tensor.stride()[:-2])
-    # One row for all, as of an expanded tensor, is none that torch takes.
+    # torch takes no expanded rows.
     return longer >= length and all(stride * tensor.element_size() % _BYTES == 0 for stride in strides)
 
 
@@ -113,13 +113,13 @@ def _loops(rows: Tensor, weight: Tensor) -> bool:
 
 def _product_in_loop(rows: Tensor, weight: Tensor, ends: Tensor, bias: Tensor | None = None) -> Tensor:
     if not weight.shape[0]:
-        # Zeros that depend on both, as no row has an expert.
+        # No row has an expert: zeros that depend on both operands, for autograd.
         return rows @ weight.sum(0)
     if transformed():
         return _product_in_masks(rows, weight, ends)
     parts, start = [], 0
     biases: Iterable[Tensor | None] = itertools.repeat(None) if bias is None else bias.unbind()
-    # Also where there are no rows: a weight without any has a gradient of zeros.
+    # Experts without rows, too: their weights have gradients of zeros.
     for end, matrix, vector in zip(ends.tolist(), weight.unbind(), biases, strict=False):
         part = rows[start:end]
         # Product and bias are rounded once, as in a linear layer.
@@ -129,7 +129,7 @@ def _product_in_loop(rows: Tensor, weight: Tensor, ends: Tensor, bias: Tensor | 
 
 
 def _product_in_masks(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    """Every row times the weights of all experts, as the counts of what a transform maps cannot be read."""
+    """Every row times the weights of all experts, masked: inside a transform the counts cannot be read."""
     places = torch.arange(rows.shape[0], device=rows.device).unsqueeze(-1)
     owners = (places >= ends).sum(-1, keepdim=True)
     return torch.stack([(rows @ each).where(owners == expert, 0) for expert, each in enumerate(weight)]).sum(0)
@@ -189,7 +189,7 @@ def _outer_product_gradients(ctx: Any, upstream: Tensor) -> tuple[Tensor | None,
 
 _product.register_autograd(_product_gradients, setup_context=_keep)
 _outer_product.register_autograd(_outer_product_gradients, setup_context=_keep)
-# Every row counts as if it had an expert.
+# FLOPs as if every row had an expert.
 register_flop_formula(torch.ops.fusedlayers.grouped_product)(
     lambda rows, weight, *_, **__: 2 * rows[0] * rows[1] * weight[-1]
 )
