@@ -122,14 +122,7 @@ class FusedMoE(nn.Module):
         gated, bias = checked_flag("gated", gated), checked_flag("bias", bias)
         options: dict[str, Any] = {"device": device, "dtype": dtype}
         self.gate = nn.Linear(self.d_model, self.num_experts, bias=False, **options)
-        self.experts = ExpertWeights(
-            self.d_model,
-            self.d_ff,
-            self.num_experts,
-            checked_flag("gated", gated),
-            checked_flag("bias", bias),
-            **options,
-        )
+        self.experts = ExpertWeights(self.d_model, self.d_ff, self.num_experts, gated, bias, **options)
         self.shared_expert = (
             None
             if shared_d_ff is None
