@@ -21,7 +21,7 @@ from tests.support.planting import Fault, copied, noticed
 from tests.support.planting import fault as _fault
 
 _TILES, _PARTIALS, _DROPOUT = "kernels/tiles.py", "kernels/partials.py", "kernels/dropout.py"
-_SPLIT = "kernels/split_k/launcher.py"
+_SPLIT = "kernels/split_k.py"
 _FFN_FORWARD, _FFN_DATA = "kernels/gemm_gemm/forward.py", "kernels/gemm_gemm/data_gradient.py"
 _FFN_WEIGHT = "kernels/gemm_gemm/weight_gradient.py"
 _HIDDEN, _HIDDEN_GRADIENT = "kernels/gemm_epilogue/hidden.py", "kernels/matmul/generic/hidden_gradient.py"
