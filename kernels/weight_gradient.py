@@ -11,7 +11,7 @@ The generic kernel of ``matmul`` runs, or the sm90 one where the plan names it a
 both compute the same.
 """
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -37,39 +37,21 @@ def weight_gradient(
 
     ``ready`` belongs to one prepared call (see ``gemm_gemm.Operands``); dy may lie differently from call to call.
     """
-    name = ("weight gradient", bias, *layout_of(dy))
-    made = prepared(ready, name, _prepare, dy, x, bias, splits, input_precision, tiles, pipeline)
+
+    def prepare() -> tuple[tuple[tuple[int, int], tuple[int] | None], Launch, bool, dict[Any, Any]]:
+        shapes = ((dy.shape[1], x.shape[1]), (dy.shape[1],) if bias else None)
+        size = split_size(shapes, splits)
+        left, right = untransposed(dy), untransposed(x)
+        if pipeline is not None and left is not None and right is not None:
+            return shapes, sm90.prepare_weight_gradient(left, right, size, splits, pipeline), True, {}
+        strides = (size, x.shape[1], 1)
+        return shapes, generic.prepare_weight_gradient(dy, x, strides, splits, input_precision, tiles), False, {}
+
+    shapes, launch, on_sm90, sums = prepared(ready, ("weight gradient", bias, *layout_of(dy)), prepare)
 
     def fill(targets: list[torch.Tensor | None], _: int) -> None:
-        made.launch((dy, x, *targets) if made.sm90 else (dy, x, *targets, None))
+        launch((dy, x, *targets) if on_sm90 else (dy, x, *targets, None))
 
-    dw, db = summed_over_splits(dy, made.shapes, splits, fill, made.ready)
+    dw, db = summed_over_splits(dy, shapes, splits, fill, sums)
     assert dw is not None
     return dw, db
-
-
-class _Prepared(NamedTuple):
-    """What all executions of one prepared call share."""
-
-    shapes: tuple[tuple[int, int], tuple[int] | None]
-    launch: Launch
-    sm90: bool
-    ready: dict[Any, Any]
-
-
-def _prepare(
-    dy: torch.Tensor,
-    x: torch.Tensor,
-    bias: bool,
-    splits: int,
-    input_precision: str,
-    tiles: GroupedTiles,
-    pipeline: WeightGradientPipeline | None,
-) -> _Prepared:
-    shapes = ((dy.shape[1], x.shape[1]), (dy.shape[1],) if bias else None)
-    size = split_size(shapes, splits)
-    left, right = untransposed(dy), untransposed(x)
-    if pipeline is not None and left is not None and right is not None:
-        return _Prepared(shapes, sm90.prepare_weight_gradient(left, right, size, splits, pipeline), True, {})
-    launch = generic.prepare_weight_gradient(dy, x, (size, x.shape[1], 1), splits, input_precision, tiles)
-    return _Prepared(shapes, launch, False, {})

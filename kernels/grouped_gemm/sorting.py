@@ -48,22 +48,22 @@ class SortedRows(NamedTuple):
         return RowOrder(self.block, self.k, gathered)
 
 
-def sizes(slots: int, experts: int, block: int) -> tuple[int, int, int, int]:
-    """The lengths of the four parts of :class:`SortedRows`, each rounded up so that the next one is aligned."""
+def _lengths(slots: int, experts: int, block: int) -> tuple[int, int, int, int]:
+    """Those of the four tensors of :class:`SortedRows`."""
     capacity = padded_rows(slots, experts, block)
-    parts = (capacity, slots, capacity // block, experts + 1)
-    first, second, third, fourth = ((part + _ALIGNED - 1) // _ALIGNED * _ALIGNED for part in parts)
-    return first, second, third, fourth
+    return capacity, slots, capacity // block, experts + 1
+
+
+def sizes(slots: int, experts: int, block: int) -> list[int]:
+    """The lengths of the four parts of :class:`SortedRows`, each rounded up so that the next one is aligned."""
+    return [ceil_div(length, _ALIGNED) * _ALIGNED for length in _lengths(slots, experts, block)]
 
 
 def rows_of(packed: torch.Tensor, slots: int, experts: int, block: int, k: int) -> SortedRows:
     """The four parts of one tensor, as :func:`sort` made it."""
-    capacity = padded_rows(slots, experts, block)
-    parts = packed.split_with_sizes(sizes(slots, experts, block))
-    slots_of, row_of, tile_expert, starts = parts
-    return SortedRows(
-        slots_of[:capacity], row_of[:slots], tile_expert[: capacity // block], starts[: experts + 1], block, k
-    )
+    parts = zip(packed.split_with_sizes(sizes(slots, experts, block)), _lengths(slots, experts, block), strict=True)
+    slots_of, row_of, tile_expert, starts = (part[:length] for part, length in parts)
+    return SortedRows(slots_of, row_of, tile_expert, starts, block, k)
 
 
 @triton.jit
