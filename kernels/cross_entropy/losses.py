@@ -78,6 +78,7 @@ def _replace_by_gradient(
 
     All ``length`` elements of the row are written, zeros from column V on.
     """
+    ACCURACY: tl.constexpr = ARITHMETIC[2]
     factors = Factors(factors.by_share * (1.0 / total), factors.by_target, factors.by_weight, 0.0)
     for first in tl.range(0, row.V, BLOCK):
         cols = first + tl.arange(0, BLOCK)
@@ -85,7 +86,7 @@ def _replace_by_gradient(
         class_weights = 1.0
         if SMOOTHING and weight_ptr is not None:
             class_weights = tl.load(weight_ptr + cols, mask=cols < row.V, other=0.0)
-        g = gradient_of(x, slope, cols == target, class_weights, top, factors, False, SMOOTHING, ARITHMETIC[2])
+        g = gradient_of(x, slope, cols == target, class_weights, top, factors, False, SMOOTHING, ACCURACY)
         g = tl.where(cols < row.V, g, 0.0)
         tl.store(row.ptr + cols, g.to(row.ptr.dtype.element_ty), mask=cols < row.length)
 

@@ -65,10 +65,8 @@ def _of_rows(ptr, rows, given):
 
 @triton.jit
 def gradients_of_rows(rows, given):
-    """(in which column the target of each row is, or -1; top; factors) for ``gradient_of_tile``."""
+    """(in which column the target of each row is, or in none; top; factors) for ``gradient_of_tile``."""
     column = tl.load(given.target_ptr + rows, mask=rows < given.M, other=-1) - given.start
-    # A column is compared in 32 bits; a target that is none of these stays below all of them.
-    column = tl.where((column >= 0) & (column < given.V), column, -1).to(tl.int32)
     top = _of_rows(given.top_ptr, rows, given)
     by_share = _of_rows(given.by_share_ptr, rows, given)
     by_target = _of_rows(given.by_target_ptr, rows, given)
@@ -77,7 +75,7 @@ def gradients_of_rows(rows, given):
         by_weight = _of_rows(given.by_weight_ptr, rows, given)
     if given.by_logarithm_ptr is not None:
         by_logarithm = _of_rows(given.by_logarithm_ptr, rows, given)
-    return tl.expand_dims(column, 1), top, Factors(by_share, by_target, by_weight, by_logarithm)
+    return column, top, Factors(by_share, by_target, by_weight, by_logarithm)
 
 
 @triton.jit
@@ -88,6 +86,6 @@ def gradient_of_tile(x, slope, cols, of_rows, given, ACCURACY: tl.constexpr):
     class_weights = 1.0
     if SMOOTHING and given.weight_ptr is not None:
         class_weights = tl.expand_dims(tl.load(given.weight_ptr + tl.minimum(cols, given.V - 1)), 0)
-    hit = tl.expand_dims(cols, 0) == target
+    hit = tl.expand_dims(cols, 0) == tl.expand_dims(target, 1)
     ENTROPY: tl.constexpr = given.by_logarithm_ptr is not None
     return gradient_of(x, slope, hit, class_weights, top, factors, ENTROPY, SMOOTHING, ACCURACY)

@@ -33,7 +33,10 @@ def _prologue(consumer: gl.constexpr, tile, given):
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
     rows = row + consumer * HALF + gl.arange(0, HALF, gl.SliceLayout(1, layout))
     acc = bias_of_columns(given.bias_ptr, 0, column, given.gradient.V, given.COLUMNS)
-    return acc, gradients_of_rows(rows, given.gradient)
+    target, top, factors = gradients_of_rows(rows, given.gradient)
+    # A column is compared in 32 bits; a target that is none of these stays below all of them.
+    target = gl.where((target >= 0) & (target < given.gradient.V), target, -1).to(gl.int32)
+    return acc, (target, top, factors)
 
 
 @gluon.jit
