@@ -7,6 +7,7 @@ of number r has every tile of columns from the r-th on, as many tiles apart as t
 from collections import namedtuple
 
 from ..device import tl, triton
+from ..tiles import load_vector
 from .elements import LOWEST, Factors, gradient_of, share_of
 
 # Where statistics of rows go, of every range of their columns; and of every row the value of its target.
@@ -85,7 +86,7 @@ def gradient_of_tile(x, slope, cols, of_rows, given, ACCURACY: tl.constexpr):
     target, top, factors = of_rows
     class_weights = 1.0
     if SMOOTHING and given.weight_ptr is not None:
-        class_weights = tl.expand_dims(tl.load(given.weight_ptr + tl.minimum(cols, given.V - 1)), 0)
+        class_weights = tl.expand_dims(load_vector(given.weight_ptr, cols, 1, given.V), 0)
     hit = tl.expand_dims(cols, 0) == tl.expand_dims(target, 1)
     ENTROPY: tl.constexpr = given.by_logarithm_ptr is not None
     return gradient_of(x, slope, hit, class_weights, top, factors, ENTROPY, SMOOTHING, ACCURACY)
