@@ -119,7 +119,7 @@ class ProductPlan:
         t = self.tiles
         if t is None:
             return "torch"
-        size = f"{t.block_m} × {t.block_n} of the result, {t.block_k} of {letter} at a time"
+        size = f"{t.block_m} × {t.block_n} of the result, {t.block_inner} of {letter} at a time"
         how = "added in any order" if atomic else "added in a fixed order"
         splits = f"{self.splits} ranges of {letter} = {inner}" + (f", {how}" if self.splits > 1 or atomic else "")
         return f"{splits}; {size}, {t.num_warps} warps, {t.num_stages} stages"
@@ -281,7 +281,7 @@ def plan_weight_gradient(problem: LinearProblem, device: Device, backend: str) -
     if made.path == "torch" or not problem.split_k:
         return made
     assert made.tiles is not None
-    row_block = made.tiles.block_m if made.pipeline is None else made.pipeline.rows
+    row_block = made.tiles.block_inner if made.pipeline is None else made.pipeline.rows
     bounded = min(problem.split_k, max(1, PARTIALS_LIMIT // made.problem.partial_bytes))
     splits = filled_splits(-(-problem.M // row_block), bounded)
     return replace(made, splits=splits, workspace_bytes=splits * made.problem.partial_bytes if splits > 1 else 0)
@@ -294,7 +294,7 @@ def filled_splits(blocks: int, splits: int) -> int:
 
 def choose_splits(product: Product, tiles: SplitTiles, sms: int, wanted: int = 0, atomic: bool = False) -> int:
     """Ranges of the inner axis: ``wanted``, or as many as fill the SMs; none empty, the partials bounded."""
-    blocks = -(-product.K // tiles.block_k)
+    blocks = -(-product.K // tiles.block_inner)
     splits = wanted or _filling_splits(product, tiles, blocks, sms)
     if not atomic:
         splits = min(splits, PARTIALS_LIMIT // (4 * product.M * product.N))

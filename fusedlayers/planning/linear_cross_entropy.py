@@ -20,7 +20,6 @@ from typing import Any, ClassVar
 
 from ..kernels.tuning import CONSUMER_ROWS
 from ..kernels.tuning.cross_entropy import (
-    GradientTiles,
     LogitTiles,
     RowTiles,
     generic_shares,
@@ -157,7 +156,7 @@ class LossPlan(Decision):
     wide_data_gradient: bool = False  # whether dx is float32 until it is rounded
     tiles: RowTiles | None = None
     logit_tiles: LogitTiles | None = None  # of the fused path
-    gradient_tiles: GradientTiles | None = None  # of its backward pass
+    gradient_tiles: LogitTiles | None = None  # of its backward pass
     ranges: int = 1  # into which its generic kernel divides the columns
     accuracy: str = "exact"  # of exponentials in the kernel: one of kernels.activations.ACCURACIES
 
@@ -282,7 +281,7 @@ def logit_text(tiles: LogitTiles, ranges: int) -> str:
     """The tiles of logits in words."""
     config = tiles.sm90
     if config is None:
-        size = f"{tiles.block_m} tokens × {tiles.block_n} columns × {tiles.block_k} inner"
+        size = f"{tiles.block_m} tokens × {tiles.block_n} columns × {tiles.block_inner} inner"
         return f"{size}, {tiles.num_warps} warps, {tiles.num_stages} stages, columns in {ranges} ranges"
     size = f"{2 * CONSUMER_ROWS} tokens × {config.columns} columns × {config.step} inner"
     return f"sm90: {size}, consumers 2, stages {config.stages}"

@@ -7,13 +7,9 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-from ..kernels.tuning import (
-    PIPELINES,
-    WeightGradientPipeline,
-    WeightGradientTiles,
-    weight_gradient_tiles,
-)
+from ..kernels.tuning import PIPELINES, WeightGradientPipeline
 from ..kernels.tuning.dtypes import GENERIC
+from ..kernels.tuning.grouped_gemm import GroupedTiles, product_tiles
 from .call import Call, Decision, Facts, no_kernels, too_small, why_not_kernels
 from .devices import PARTIALS_LIMIT, Device, splits_of_full_waves
 from .measured import TileCosts, WeightGradient
@@ -74,7 +70,7 @@ class WeightGradientPlan(Decision):
 
     has_passes: ClassVar[bool] = False
 
-    tiles: WeightGradientTiles | None = None
+    tiles: GroupedTiles | None = None
     pipeline: WeightGradientPipeline | None = None  # what runs instead, where the operands lie as its copies need them
     splits: int = 1
 
@@ -89,7 +85,7 @@ class WeightGradientPlan(Decision):
             rows.append(("tiles", f"sm90: {size}, consumers {self.pipeline.consumers}"))
         elif self.tiles is not None:
             t = self.tiles
-            size = f"{t.block_o} × {t.block_k} of dW, {t.block_m} rows at a time"
+            size = f"{t.block_m} × {t.block_n} of dW, {t.block_inner} rows at a time"
             rows.append(("tiles", f"{size}, {t.num_warps} warps, {t.num_stages} stages"))
         if self.path == "fused":
             rows.append(("splits", f"{self.splits} row ranges"))
@@ -104,7 +100,7 @@ def plan(problem: WeightGradientProblem, device: Device, backend: str = "auto") 
     io_bytes = element * (problem.M * (problem.O + problem.K) + problem.O * (problem.K + problem.bias))
     options: dict[str, Any] = {}
     if fused is None:
-        tiles = weight_gradient_tiles(device.architecture, 8 * element)
+        tiles = product_tiles(device.architecture, 8 * element)
         pipeline = None
         if device.backend_for(problem.dtype) != GENERIC:
             pipeline, splits = choose_pipeline(problem, device.sms, device.figures.tile_costs)
@@ -159,12 +155,12 @@ def why_slower(problem: WeightGradientProblem, device: Device, figures: WeightGr
     return too_small(problem.flops, "FLOPs", least, problem.captured)
 
 
-def choose_splits(problem: WeightGradientProblem, device: Device, tiles: WeightGradientTiles) -> int:
+def choose_splits(problem: WeightGradientProblem, device: Device, tiles: GroupedTiles) -> int:
     """Row ranges of the generic kernel: enough programs for every SM, bounded partials."""
-    programs = -(-problem.O // tiles.block_o) * -(-problem.K // tiles.block_k)
+    programs = -(-problem.O // tiles.block_m) * -(-problem.K // tiles.block_n)
     # The accumulators take most of the registers: one program of 8 warps, or two of 4, fit on an SM.
     resident = device.sms * 8 // tiles.num_warps
-    return max(1, min(resident // programs, most_splits(problem, tiles.block_m)))
+    return max(1, min(resident // programs, most_splits(problem, tiles.block_inner)))
 
 
 def choose_pipeline(problem: WeightGradientProblem, sms: int, costs: TileCosts) -> tuple[WeightGradientPipeline, int]:

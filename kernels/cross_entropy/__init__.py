@@ -6,7 +6,8 @@
 The letters: ``M`` rows (tokens), ``V`` columns (the vocabulary), ``K`` the inner dimension of the product.
 """
 
-from .losses import LossArithmetic, gradient, losses
+from .elements import LossArithmetic
+from .losses import gradient, losses
 from .product_gradient import gradient_of_product, row_factors
 from .scaling import scaled
 from .statistics import losses_of_product

@@ -1,7 +1,16 @@
-"""Device code of single logits: their value, their share of a sum of exponentials, and the gradient of a loss.
+"""What a loss is computed with besides tensors, and device code of single logits and of a row's loss.
 
-``x = softcap · tanh(scale · logits / softcap)``, without a cap ``scale · logits``.
+``x = softcap · tanh(scale · logits / softcap)``, without a cap ``scale · logits``. Of a row with target y and class
+weights w (1 without), their sum W, and ``lse = top + log total``:
+
+    loss = (1 - ε) w_y (lse - x_y) + ε / V (W lse - Σ_c w_c x_c) + z lse²
+    dloss / dx_c = p_c ((1 - ε) w_y + ε / V W + 2 z lse) - (1 - ε) w_y [c = y] - ε / V w_c,  p_c = exp(x_c - lse)
+
+Where y is ``ignore_index`` all of them are 0. Another y that is no column has the loss NaN, and so has its gradient.
 """
+
+from collections import namedtuple
+from typing import NamedTuple
 
 from ..activations import activate
 from ..device import tl, triton
@@ -12,12 +21,46 @@ LOWEST = tl.constexpr(-3.4028234663852886e38)
 
 _LOG2E = tl.constexpr(1.4426950408889634)
 
+# Weights of the classes and their sum, or None; how many classes there are; ε and z.
+Loss = namedtuple("Loss", "weight_ptr weight_sum_ptr V smoothing z_loss")
+# What ``gradient_of`` takes of every row.
+Factors = namedtuple("Factors", "by_share by_target by_weight by_logarithm")
+
+
+class LossArithmetic(NamedTuple):
+    """What is computed besides the tensors; ``accuracy`` is that of exponentials and of the softcap's tanh."""
+
+    ignore_index: int
+    accuracy: str
+    label_smoothing: float = 0.0
+    z_loss: float = 0.0
+    logit_scale: float = 1.0
+    softcap: float | None = None
+
+    @property
+    def numbers(self) -> tuple[int, float, float]:
+        """(the target that does not count, ε, z) as kernels take them."""
+        return self.ignore_index, float(self.label_smoothing), float(self.z_loss)
+
+    @property
+    def scales(self) -> tuple[float, float, float]:
+        """(scale, softcap, 1 / softcap) as kernels take them."""
+        cap = 1.0 if self.softcap is None else self.softcap
+        return float(self.logit_scale), cap, 1.0 / cap
+
+    @property
+    def constants(self) -> tuple[bool, bool, str]:
+        """(whether there is a scale, whether there is a softcap, accuracy): one compile-time argument."""
+        return self.logit_scale != 1.0, self.softcap is not None, self.accuracy
+
 
 @triton.jit
-def logits_of(
-    c, scale, softcap, inverse_cap, SCALED: tl.constexpr, SOFTCAP: tl.constexpr, ACCURACY: tl.constexpr
-):  # fmt: skip
+def logits_of(c, scales, ARITHMETIC: tl.constexpr):
     """(the logits that the loss is made of, their slope in ``c``), from values of the product."""
+    SCALED: tl.constexpr = ARITHMETIC[0]
+    SOFTCAP: tl.constexpr = ARITHMETIC[1]
+    ACCURACY: tl.constexpr = ARITHMETIC[2]
+    scale, softcap, inverse_cap = scales
     slope = 1.0
     if SCALED:
         c *= scale
@@ -42,18 +85,60 @@ def share_of(distance, ACCURACY: tl.constexpr):
 
 @triton.jit
 def gradient_of(
-    x, slope, hit, class_weights, top, log_total, by_share, by_logarithm, by_target, by_weight,
-    ENTROPY: tl.constexpr, SMOOTHING: tl.constexpr, ACCURACY: tl.constexpr,
+    x, slope, hit, class_weights, top, factors, ENTROPY: tl.constexpr, SMOOTHING: tl.constexpr, ACCURACY: tl.constexpr
 ):  # fmt: skip
-    """``s (by_share + by_logarithm log p) - by_target [hit] - by_weight w`` through the slope of x.
+    """``s (by_share + by_logarithm (x - top)) - by_target [hit] - by_weight w`` through the slope of x.
 
     ``s = exp(x - top)`` is the total of the row times its share p.
     """
     share = share_of(x - top, ACCURACY)
-    gradient = share * by_share
+    gradient = share * factors.by_share
     if ENTROPY:
         # What has no share adds nothing, however far away it is: 0 · inf would be NaN.
-        gradient += share * by_logarithm * tl.where(share == 0.0, 0.0, x - top - log_total)
+        gradient += share * factors.by_logarithm * tl.where(share == 0.0, 0.0, x - top)
     if SMOOTHING:
-        gradient -= by_weight * class_weights
-    return tl.where(hit, gradient - by_target, gradient) * slope
+        gradient -= factors.by_weight * class_weights
+    return tl.where(hit, gradient - factors.by_target, gradient) * slope
+
+
+@triton.jit
+def class_weight(target, loss):
+    """The weight of the target's class, NaN of a target that is no column."""
+    known = (target >= 0) & (target < loss.V)
+    weight = tl.where(known, 1.0, float("nan"))
+    if loss.weight_ptr is not None:
+        weight = tl.load(loss.weight_ptr + target, mask=known, other=float("nan"))
+    return weight
+
+
+@triton.jit
+def _weight_sum(loss):
+    if loss.weight_sum_ptr is not None:
+        return tl.load(loss.weight_sum_ptr)
+    else:
+        return loss.V * 1.0
+
+
+@triton.jit
+def loss_of(top, log_total, x_target, weighted, weight, loss, SMOOTHING: tl.constexpr):
+    """The loss of a row by its statistics, its target's value and the weight of its class."""
+    lse = top + log_total
+    found = weight * (1.0 - loss.smoothing) * ((top - x_target) + log_total)
+    # The square of a large logit may be infinite.
+    found += tl.where(loss.z_loss > 0.0, loss.z_loss * lse * lse, 0.0)
+    if SMOOTHING:
+        found += loss.smoothing / loss.V * (_weight_sum(loss) * lse - weighted)
+    return found
+
+
+@triton.jit
+def gradient_factors(upstream, counts, weight, top, log_total, loss, SMOOTHING: tl.constexpr):
+    """The factors of ``gradient_of`` for shares of 1, of a row's loss times ``upstream``."""
+    # Of a token that does not count all are 0, whatever its weight is; times a NaN among the logits that is NaN.
+    upstream = tl.where(counts, upstream, 0.0)
+    by_target = tl.where(counts, weight * (1.0 - loss.smoothing) * upstream, 0.0)
+    by_weight = loss.smoothing / loss.V * upstream
+    by_share = by_target + tl.where(counts, 2.0 * loss.z_loss * (top + log_total) * upstream, 0.0)
+    if SMOOTHING:
+        by_share += by_weight * _weight_sum(loss)
+    return Factors(by_share, by_target, by_weight, 0.0)

@@ -1,149 +1,133 @@
-"""The loss of each row of logits, and its gradient in the place of the logits.
+"""The loss of each row of logits, and its gradient in the place of the logits: see ``elements.py``.
 
-Of a row with target y and class weights w (1 without), their sum W, and ``lse = top + log total``:
-
-    loss = (1 - ε) w_y (lse - x_y) + ε / V (W lse - Σ_c w_c x_c) + z lse²
-    dloss / dx_c = p_c ((1 - ε) w_y + ε / V W + 2 z lse) - (1 - ε) w_y [c = y] - ε / V w_c,  p_c = exp(x_c - lse)
-
-Where y is ``ignore_index`` all of them are 0. Another y that is no column has the loss NaN, and so has its gradient.
+A row's statistics are its largest value ``top`` and ``total = Σ_c exp(x_c - top)``: two numbers, because the loss of a
+token that is almost certain is lost in their sum ``top + log total``.
 """
 
-from typing import NamedTuple
+from collections import namedtuple
 
 import torch
 
 from ..device import tl, triton
+from ..gemm_reduce.operands import exponential
 from ..launching import launch
 from ..tuning.cross_entropy import RowTiles
-from .rows import replace_by_gradient, row_statistics, values_and_slope
+from .elements import (
+    LOWEST,
+    Factors,
+    Loss,
+    LossArithmetic,
+    class_weight,
+    gradient_factors,
+    gradient_of,
+    logits_of,
+    loss_of,
+)
 
-
-class LossArithmetic(NamedTuple):
-    """What is computed besides the tensors; ``accuracy`` is that of exponentials and of the softcap's tanh."""
-
-    ignore_index: int
-    accuracy: str
-    label_smoothing: float = 0.0
-    z_loss: float = 0.0
-    logit_scale: float = 1.0
-    softcap: float | None = None
-
-    def numbers(self) -> tuple[int | float, ...]:
-        """What the kernels take of it as numbers."""
-        cap = 1.0 if self.softcap is None else self.softcap
-        return (
-            self.ignore_index, float(self.label_smoothing), float(self.z_loss), float(self.logit_scale), cap, 1.0 / cap
-        )  # fmt: skip
+# A row of V logits, which is ``length`` elements long in memory.
+_Row = namedtuple("_Row", "ptr V length scales")
 
 
 @triton.jit
-def class_weight(target, weight_ptr, V):
-    """The weight of the target's class, NaN of a target that is no column."""
-    known = (target >= 0) & (target < V)
-    weight = tl.where(known, 1.0, float("nan"))
-    if weight_ptr is not None:
-        weight = tl.load(weight_ptr + target, mask=known, other=float("nan"))
-    return weight
+def _values_and_slope(row, cols, ARITHMETIC: tl.constexpr):
+    """x at ``cols``, -inf from column V on, and its slope in the logits.
+
+    Of a row all ``length`` elements are read: V divides into no whole vectors, and one by one they would take longer.
+    """
+    value = tl.load(row.ptr + cols, mask=cols < row.length, other=0.0).to(tl.float32)
+    value, slope = logits_of(value, row.scales, ARITHMETIC)
+    return tl.where(cols < row.V, value, -float("inf")), slope
 
 
 @triton.jit
-def _weight_sum(weight_sum_ptr, V):
-    if weight_sum_ptr is not None:
-        return tl.load(weight_sum_ptr)
-    else:
-        return V * 1.0
+def _statistics(row, weight_ptr, BLOCK: tl.constexpr, SMOOTHING: tl.constexpr, ARITHMETIC: tl.constexpr):
+    """(top, total, Σ_c w_c x_c) of a row; the last is 0 where nobody asks.
+
+    Each lane has a maximum and sums of its own, so that nothing crosses the lanes before the end. Of a new value and
+    the lane's maximum one exponential is enough: the other one is 1.
+    """
+    ACCURACY: tl.constexpr = ARITHMETIC[2]
+    top = tl.full([BLOCK], LOWEST, tl.float32)
+    total = tl.zeros([BLOCK], tl.float32)
+    weighted = tl.zeros([BLOCK], tl.float32)
+    for first in tl.range(0, row.V, BLOCK):
+        cols = first + tl.arange(0, BLOCK)
+        x, _ = _values_and_slope(row, cols, ARITHMETIC)
+        distance = x - top
+        share = exponential(-tl.abs(distance), ACCURACY)
+        rises = distance > 0
+        total = tl.where(rises, total * share + 1.0, total + share)
+        top = tl.where(rises, x, top)
+        if SMOOTHING:
+            inside = cols < row.V
+            x = tl.where(inside, x, 0.0)
+            if weight_ptr is not None:
+                x *= tl.load(weight_ptr + cols, mask=inside, other=0.0)
+            weighted += x
+    row_top = tl.max(top, 0)
+    row_total = tl.sum(total * exponential(top - row_top, ACCURACY), 0)
+    return row_top, row_total, tl.sum(weighted, 0)
 
 
 @triton.jit
-def loss_of(
-    top, log_total, x_target, weighted, weight, weight_sum_ptr, V, smoothing, z_loss, SMOOTHING: tl.constexpr
+def _replace_by_gradient(
+    row, weight_ptr, target, top, total, factors,
+    BLOCK: tl.constexpr, SMOOTHING: tl.constexpr, ARITHMETIC: tl.constexpr,
 ):  # fmt: skip
-    """The loss of a row by its statistics, its target's value and the weight of its class."""
-    lse = top + log_total
-    # The square of a large logit may be infinite.
-    loss = weight * (1.0 - smoothing) * ((top - x_target) + log_total)
-    loss += tl.where(z_loss > 0.0, z_loss * lse * lse, 0.0)
-    if SMOOTHING:
-        loss += smoothing / V * (_weight_sum(weight_sum_ptr, V) * lse - weighted)
-    return loss
+    """Writes the gradient of the row, see ``gradient_of``, whose factors are those of p here.
+
+    All ``length`` elements of the row are written, zeros from column V on.
+    """
+    ACCURACY: tl.constexpr = ARITHMETIC[2]
+    factors = Factors(factors.by_share * (1.0 / total), factors.by_target, factors.by_weight, 0.0)
+    for first in tl.range(0, row.V, BLOCK):
+        cols = first + tl.arange(0, BLOCK)
+        x, slope = _values_and_slope(row, cols, ARITHMETIC)
+        class_weights = 1.0
+        if SMOOTHING and weight_ptr is not None:
+            class_weights = tl.load(weight_ptr + cols, mask=cols < row.V, other=0.0)
+        g = gradient_of(x, slope, cols == target, class_weights, top, factors, False, SMOOTHING, ACCURACY)
+        g = tl.where(cols < row.V, g, 0.0)
+        tl.store(row.ptr + cols, g.to(row.ptr.dtype.element_ty), mask=cols < row.length)
 
 
-@triton.jit
-def gradient_factors(
-    upstream, counts, weight, weight_sum_ptr, top, log_total, V, smoothing, z_loss, SMOOTHING: tl.constexpr
-):  # fmt: skip
-    """(by_share, by_target, by_weight) of ``gradient_of`` for shares of 1, of a row's loss times ``upstream``."""
-    # Of a token that does not count all are 0, whatever its weight is; times a NaN among the logits that is NaN.
-    upstream = tl.where(counts, upstream, 0.0)
-    by_target = tl.where(counts, weight * (1.0 - smoothing) * upstream, 0.0)
-    by_weight = smoothing / V * upstream
-    by_share = by_target + tl.where(counts, 2.0 * z_loss * (top + log_total) * upstream, 0.0)
-    if SMOOTHING:
-        by_share += by_weight * _weight_sum(weight_sum_ptr, V)
-    return by_share, by_target, by_weight
-
-
-@triton.jit(
-    do_not_specialize=["M", "ignore_index", "smoothing", "z_loss", "scale", "softcap", "inverse_cap", "gradient"]
-)  # fmt: skip
+@triton.jit(do_not_specialize=["M", "numbers", "scales", "gradient"])
 def _losses_kernel(
-    logits_ptr, target_ptr, weight_ptr, weight_sum_ptr, factor_ptr, loss_ptr, statistics_ptr,
-    length, V, M, ignore_index, smoothing, z_loss, scale, softcap, inverse_cap, gradient,
-    BLOCK: tl.constexpr, SMOOTHING: tl.constexpr, SOFTCAP: tl.constexpr, ACCURACY: tl.constexpr,
+    logits_ptr, target_ptr, weight_ptr, weight_sum_ptr, upstream_ptr, loss_ptr, statistics_ptr,
+    length, V, M, numbers, scales, gradient,
+    BLOCK: tl.constexpr, SMOOTHING: tl.constexpr, ARITHMETIC: tl.constexpr,
 ):  # fmt: skip
+    # Upstream gradients are one for all rows or None, which is 1; and of every row its own where no loss is wanted:
+    # its statistics are there then.
     row = tl.program_id(0).to(tl.int64)
-    row_ptr = logits_ptr + row * length
+    logits = _Row(logits_ptr + row * length, V, length, scales)
+    loss = Loss(weight_ptr, weight_sum_ptr, V, numbers[1], numbers[2])
     target = tl.load(target_ptr + row)
-    counts = target != ignore_index
-    weight = class_weight(target, weight_ptr, V)
-    # Read before anything is written in its place.
-    x_target, _ = values_and_slope(
-        row_ptr, tl.minimum(tl.maximum(target, 0), V - 1), V, length, scale, softcap, inverse_cap, SOFTCAP, ACCURACY
-    )
-    top, total, weighted = row_statistics(
-        row_ptr, weight_ptr, V, length, scale, softcap, inverse_cap, BLOCK, SMOOTHING, SOFTCAP, ACCURACY
-    )
-    log_total = tl.log(total)
-    loss = loss_of(top, log_total, x_target, weighted, weight, weight_sum_ptr, V, smoothing, z_loss, SMOOTHING)
-    tl.store(loss_ptr + row, tl.where(counts, loss, 0.0))
-    if statistics_ptr is not None:
-        tl.store(statistics_ptr + row, top)
-        tl.store(statistics_ptr + M + row, total)
+    counts = target != numbers[0]
+    weight = class_weight(target, loss)
+    if loss_ptr is not None:
+        # Read before anything is written in its place.
+        x_target, _ = _values_and_slope(logits, tl.minimum(tl.maximum(target, 0), V - 1), ARITHMETIC)
+        top, total, weighted = _statistics(logits, weight_ptr, BLOCK, SMOOTHING, ARITHMETIC)
+        log_total = tl.log(total)
+        found = loss_of(top, log_total, x_target, weighted, weight, loss, SMOOTHING)
+        tl.store(loss_ptr + row, tl.where(counts, found, 0.0))
+        if statistics_ptr is not None:
+            tl.store(statistics_ptr + row, top)
+            tl.store(statistics_ptr + M + row, total)
+    else:
+        top = tl.load(statistics_ptr + row)
+        total = tl.load(statistics_ptr + M + row)
+        log_total = tl.log(total)
     # No constant: one kernel with and without gradients gives the same bits.
     if gradient != 0:
-        factor = 1.0
-        if factor_ptr is not None:
-            factor = tl.load(factor_ptr)
-        by_share, by_target, by_weight = gradient_factors(
-            factor, counts, weight, weight_sum_ptr, top, log_total, V, smoothing, z_loss, SMOOTHING
-        )
-        replace_by_gradient(
-            row_ptr, weight_ptr, target, top, total, by_share, by_target, by_weight, V, length, scale, softcap,
-            inverse_cap, BLOCK, SMOOTHING, SOFTCAP, ACCURACY,
-        )  # fmt: skip
-
-
-@triton.jit(
-    do_not_specialize=["M", "ignore_index", "smoothing", "z_loss", "scale", "softcap", "inverse_cap"]
-)  # fmt: skip
-def _losses_gradient_kernel(
-    logits_ptr, target_ptr, weight_ptr, weight_sum_ptr, upstream_ptr, statistics_ptr,
-    length, V, M, ignore_index, smoothing, z_loss, scale, softcap, inverse_cap,
-    BLOCK: tl.constexpr, SMOOTHING: tl.constexpr, SOFTCAP: tl.constexpr, ACCURACY: tl.constexpr,
-):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)
-    target = tl.load(target_ptr + row)
-    counts = target != ignore_index
-    weight = class_weight(target, weight_ptr, V)
-    top = tl.load(statistics_ptr + row)
-    total = tl.load(statistics_ptr + M + row)
-    by_share, by_target, by_weight = gradient_factors(
-        tl.load(upstream_ptr + row), counts, weight, weight_sum_ptr, top, tl.log(total), V, smoothing, z_loss, SMOOTHING
-    )
-    replace_by_gradient(
-        logits_ptr + row * length, weight_ptr, target, top, total, by_share, by_target, by_weight, V, length, scale,
-        softcap, inverse_cap, BLOCK, SMOOTHING, SOFTCAP, ACCURACY,
-    )  # fmt: skip
+        upstream = 1.0
+        if loss_ptr is None:
+            upstream = tl.load(upstream_ptr + row)
+        elif upstream_ptr is not None:
+            upstream = tl.load(upstream_ptr)
+        factors = gradient_factors(upstream, counts, weight, top, log_total, loss, SMOOTHING)
+        _replace_by_gradient(logits, weight_ptr, target, top, total, factors, BLOCK, SMOOTHING, ARITHMETIC)
 
 
 def losses(
@@ -168,15 +152,7 @@ def losses(
     and total, are filled where they are given; their two rows may be parts of longer ones. ``gradient`` puts that of
     ``factor · Σ loss`` in the place of the logits.
     """
-    launch(
-        _losses_kernel,
-        logits.shape[0],
-        (logits, target, weight, weight_sum, factor, loss, statistics),
-        (logits.stride(0), logits.shape[1]),
-        (0 if statistics is None else statistics.stride(0), *arithmetic.numbers(), int(gradient)),
-        (tiles.block, arithmetic.label_smoothing > 0, arithmetic.softcap is not None, arithmetic.accuracy),
-        tiles.num_warps,
-    )
+    _launch(logits, (target, weight, weight_sum, factor, loss, statistics), gradient, arithmetic, tiles)
 
 
 def gradient(
@@ -194,12 +170,25 @@ def gradient(
 
     What the loss is, how rows lie, and the ``statistics`` that it left behind: see :func:`losses`.
     """
+    _launch(logits, (target, weight, weight_sum, upstream, None, statistics), True, arithmetic, tiles)
+
+
+def _launch(
+    logits: torch.Tensor,
+    vectors: tuple[torch.Tensor | None, ...],
+    gradient: bool,
+    arithmetic: LossArithmetic,
+    tiles: RowTiles,
+) -> None:
+    """``vectors`` are those of the kernel's signature."""
+    statistics = vectors[-1]
     launch(
-        _losses_gradient_kernel,
+        _losses_kernel,
         logits.shape[0],
-        (logits, target, weight, weight_sum, upstream, statistics),
+        (logits, *vectors),
         (logits.stride(0), logits.shape[1]),
-        (statistics.stride(0), *arithmetic.numbers()),
-        (tiles.block, arithmetic.label_smoothing > 0, arithmetic.softcap is not None, arithmetic.accuracy),
+        (0 if statistics is None else statistics.stride(0), arithmetic.numbers, arithmetic.scales, int(gradient)),
+        # One kernel for any scale: rows wait for memory, and for no product with 1.
+        (tiles.block, arithmetic.label_smoothing > 0, (True, *arithmetic.constants[1:])),
         tiles.num_warps,
     )

@@ -12,12 +12,14 @@ import torch
 
 from ..device import tl, triton
 from ..gemm_reduce.operands import scores
+from ..hopper import Descriptor, dense, untransposed
 from ..launching import ceil_div, launch
 from ..tiles import grouped_tile, load_vector, store_tile
-from ..tuning.cross_entropy import GradientTiles
-from . import sm90
-from .elements import gradient_of, logits_of
-from .losses import LossArithmetic, class_weight, gradient_factors
+from ..tuning import CONSUMER_ROWS
+from ..tuning.cross_entropy import LogitTiles
+from .elements import Loss, LossArithmetic, class_weight, gradient_factors, logits_of
+from .sm90.gradient import sm90_logit_gradient_kernel
+from .tile import Gradient, gradient_of_tile, gradients_of_rows
 
 # Rows that a program finds the factors of.
 _ROWS = 128
@@ -25,10 +27,10 @@ _ROWS = 128
 _GROUP = 8
 
 
-@triton.jit(do_not_specialize=["M", "ignore_index", "smoothing", "z_loss"])
+@triton.jit(do_not_specialize=["M", "numbers"])
 def _row_factors_kernel(
     target_ptr, weight_ptr, weight_sum_ptr, upstream_ptr, statistics_ptr, entropy_ptr, entropy_upstream_ptr,
-    by_share_ptr, by_target_ptr, by_weight_ptr, by_logarithm_ptr, V, M, ignore_index, smoothing, z_loss,
+    by_share_ptr, by_target_ptr, by_weight_ptr, by_logarithm_ptr, V, M, numbers,
     ROWS: tl.constexpr,
 ):  # fmt: skip
     SMOOTHING: tl.constexpr = by_weight_ptr is not None
@@ -38,33 +40,30 @@ def _row_factors_kernel(
     top = tl.load(statistics_ptr + rows, mask=inside, other=0.0)
     total = tl.load(statistics_ptr + M + rows, mask=inside, other=1.0)
     upstream = tl.load(upstream_ptr + rows, mask=inside, other=0.0)
-    weight = class_weight(target, weight_ptr, V)
-    counts = target != ignore_index
+    loss = Loss(weight_ptr, weight_sum_ptr, V, numbers[1], numbers[2])
+    counts = target != numbers[0]
     log_total = tl.log(total)
-    by_share, by_target, by_weight = gradient_factors(
-        upstream, counts, weight, weight_sum_ptr, top, log_total, V, smoothing, z_loss, SMOOTHING
-    )
+    factors = gradient_factors(upstream, counts, class_weight(target, loss), top, log_total, loss, SMOOTHING)
+    by_share = factors.by_share
     if by_logarithm_ptr is not None:
         entropy = tl.load(entropy_ptr + rows, mask=inside, other=0.0)
         by_logarithm = tl.where(counts, -tl.load(entropy_upstream_ptr + rows, mask=inside, other=0.0), 0.0)
         by_share += tl.where(counts, by_logarithm * (entropy - log_total), 0.0)
         tl.store(by_logarithm_ptr + rows, by_logarithm / total, mask=inside)
     tl.store(by_share_ptr + rows, by_share / total, mask=inside)
-    tl.store(by_target_ptr + rows, by_target, mask=inside)
+    tl.store(by_target_ptr + rows, factors.by_target, mask=inside)
     if SMOOTHING:
-        tl.store(by_weight_ptr + rows, by_weight, mask=inside)
+        tl.store(by_weight_ptr + rows, factors.by_weight, mask=inside)
 
 
 @triton.jit(do_not_specialize=["M", "bands", "start", "scales", "zero"])
 def _logit_gradient_kernel(
     x_ptr, linear_ptr, out_ptr, target_ptr, bias_ptr, weight_ptr, top_ptr, by_share_ptr, by_target_ptr, by_weight_ptr,
     by_logarithm_ptr, x_strides, linear_strides, V, columns, tile_columns, M, bands, start, scales, zero,
-    K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    EVEN_N: tl.constexpr, SCALED: tl.constexpr, SOFTCAP: tl.constexpr, ACCURACY: tl.constexpr,
-    INPUT_PRECISION: tl.constexpr, GROUP: tl.constexpr,
+    K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_N: tl.constexpr,
+    GROUP: tl.constexpr, ARITHMETIC: tl.constexpr, INPUT_PRECISION: tl.constexpr,
 ):  # fmt: skip
-    SMOOTHING: tl.constexpr = by_weight_ptr is not None
-    ENTROPY: tl.constexpr = by_logarithm_ptr is not None
+    ACCURACY: tl.constexpr = ARITHMETIC[2]
     band, tile = grouped_tile(tl.program_id(0), bands, tile_columns, GROUP)
     rows = band * BLOCK_M + tl.arange(0, BLOCK_M)
     cols = tile * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -74,25 +73,11 @@ def _logit_gradient_kernel(
     )  # fmt: skip
     if bias_ptr is not None:
         c += load_vector(bias_ptr, cols, 1, V)[None, :]
-    x, slope = logits_of(c, scales[0], scales[1], scales[2], SCALED, SOFTCAP, ACCURACY)
-    inside = rows < M
-    target = tl.load(target_ptr + rows, mask=inside, other=-1) - start
-    top = tl.load(top_ptr + rows, mask=inside, other=0.0)[:, None]
-    by_share = tl.load(by_share_ptr + rows, mask=inside, other=0.0)[:, None]
-    by_target = tl.load(by_target_ptr + rows, mask=inside, other=0.0)[:, None]
-    by_weight = by_target
-    by_logarithm = by_target
-    class_weights = 1.0
-    if ENTROPY:
-        by_logarithm = tl.load(by_logarithm_ptr + rows, mask=inside, other=0.0)[:, None]
-    if SMOOTHING:
-        by_weight = tl.load(by_weight_ptr + rows, mask=inside, other=0.0)[:, None]
-        if weight_ptr is not None:
-            class_weights = load_vector(weight_ptr, cols, 1, V)[None, :]
-    gradient = gradient_of(
-        x, slope, cols[None, :] == target[:, None], class_weights, top, 0.0, by_share, by_logarithm, by_target,
-        by_weight, ENTROPY, SMOOTHING, ACCURACY,
+    given = Gradient(
+        target_ptr, weight_ptr, top_ptr, by_share_ptr, by_target_ptr, by_weight_ptr, by_logarithm_ptr, M, V, start
     )  # fmt: skip
+    x, slope = logits_of(c, scales, ARITHMETIC)
+    gradient = gradient_of_tile(x, slope, cols, gradients_of_rows(rows, given), given, ACCURACY)
     gradient = tl.where((cols < V)[None, :], gradient, 0.0)
     store_tile(out_ptr, gradient, rows, cols, columns, 1, M, columns)
 
@@ -117,7 +102,6 @@ def row_factors(
     by_share, by_target, *more = statistics.new_empty(2 + smoothed + (entropy_upstream is not None), rows).unbind()
     by_weight = more.pop(0) if smoothed else None
     factors = (by_share, by_target, by_weight, more.pop() if more else None)
-    ignore_index, smoothing, z_loss, *_ = arithmetic.numbers()
     launch(
         _row_factors_kernel,
         ceil_div(rows, _ROWS),
@@ -126,7 +110,7 @@ def row_factors(
             None if entropy_upstream is None else entropy, entropy_upstream, *factors,
         ),
         (classes,),
-        (rows, ignore_index, smoothing, z_loss),
+        (rows, arithmetic.numbers),
         (_ROWS,),
     )  # fmt: skip
     return factors
@@ -143,7 +127,7 @@ def gradient_of_product(
     start: int,
     arithmetic: LossArithmetic,
     input_precision: str,
-    tiles: GradientTiles,
+    tiles: LogitTiles,
     *,
     out: torch.Tensor,
 ) -> None:
@@ -154,28 +138,41 @@ def gradient_of_product(
     sm90 kernel takes a whole number of vectors of 16 bytes as C.
     """
     (rows, width), columns, classes = input.shape, out.shape[1], linear_weight.shape[0]
-    *_, scale, softcap, inverse_cap = arithmetic.numbers()
-    numbers, capped, smoothed = (scale, softcap, inverse_cap), arithmetic.softcap is not None, factors[2] is not None
+    *_, by_weight, by_logarithm = factors
     bias = None if linear_bias is None else linear_bias.contiguous()
-    vectors = (target, bias, weight if smoothed else None, top, *factors)
-    matrices = None
+    vectors = (target, bias, None if by_weight is None else weight, top, *factors)
     # Gradients of entropies and of a softcap together take more registers than the sm90 kernel has left.
-    if tiles.sm90 is not None and not (capped and factors[3] is not None):
-        matrices = sm90.takes(input, linear_weight)
-    if tiles.sm90 is not None and matrices is not None:
-        sm90.gradient(matrices, out, vectors, start, numbers, capped, arithmetic.accuracy, tiles.sm90)
-        return
-    bands, tile_columns = ceil_div(rows, tiles.block_m), ceil_div(columns, tiles.block_n)
-    launch(
-        _logit_gradient_kernel,
-        bands * tile_columns,
-        (input, linear_weight, out, *vectors),
-        (input.stride(), linear_weight.stride(), classes, columns, tile_columns),
-        (rows, bands, start, numbers, 0.0),
-        (
-            width, tiles.block_m, tiles.block_n, tiles.block_k, classes % tiles.block_n == 0, scale != 1.0, capped,
-            arithmetic.accuracy, input_precision, _GROUP,
-        ),
-        tiles.num_warps,
-        tiles.num_stages,
-    )  # fmt: skip
+    pipeline = None if arithmetic.softcap is not None and by_logarithm is not None else tiles.sm90
+    x, w = untransposed(input), untransposed(linear_weight)
+    if pipeline is None or x is None or w is None:
+        bands, tile_columns = ceil_div(rows, tiles.block_m), ceil_div(columns, tiles.block_n)
+        launch(
+            _logit_gradient_kernel,
+            bands * tile_columns,
+            (input, linear_weight, out, *vectors),
+            (input.stride(), linear_weight.stride(), classes, columns, tile_columns),
+            (rows, bands, start, arithmetic.scales, 0.0),
+            (
+                width, tiles.block_m, tiles.block_n, tiles.block_inner, classes % tiles.block_n == 0, _GROUP,
+                arithmetic.constants, input_precision,
+            ),
+            tiles.num_warps,
+            tiles.num_stages,
+        )  # fmt: skip
+    else:
+        bands, tile_columns = ceil_div(rows, 2 * CONSUMER_ROWS), ceil_div(columns, pipeline.columns)
+        launch(
+            sm90_logit_gradient_kernel,
+            min(pipeline.programs, bands * tile_columns),
+            vectors,
+            (width, classes, tile_columns),
+            (rows, bands, start, arithmetic.scales),
+            (
+                pipeline.columns, pipeline.step, pipeline.stages, pipeline.lead, pipeline.places, pipeline.group,
+                arithmetic.constants,
+            ),
+            descriptors=(
+                x.descriptor(CONSUMER_ROWS, pipeline.step), w.descriptor(pipeline.columns, pipeline.step),
+                Descriptor(out, *dense(rows, columns, CONSUMER_ROWS, CONSUMER_ROWS)),
+            ),
+        )  # fmt: skip

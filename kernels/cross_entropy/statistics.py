@@ -9,27 +9,29 @@ import torch
 
 from ..device import tl, triton
 from ..gemm_reduce.operands import exponential, scores
+from ..hopper import untransposed
 from ..launching import ceil_div, launch
 from ..tiles import load_vector
-from ..tuning.cross_entropy import LogitTiles, generic_shares, sm90_shares
-from . import sm90
-from .elements import LOWEST, logits_of
-from .losses import LossArithmetic, class_weight, loss_of
-from .tile import add_tile, ranges_of
+from ..tuning import CONSUMER_ROWS
+from ..tuning.cross_entropy import LogitTiles, Shares, generic_shares, sm90_shares
+from .elements import LOWEST, Loss, LossArithmetic, class_weight, logits_of, loss_of
+from .sm90.statistics import sm90_statistics_kernel
+from .tile import Partials, add_tile, ranges_of, store_statistics
 
 # Rows that a program combines, and ranges at a time. Every band is a multiple of so many rows.
 _COMBINED_ROWS, _COMBINED_RANGES = 32, 32
 
 
-@triton.jit(do_not_specialize=["M", "bands", "scale", "softcap", "inverse_cap", "zero"])
+@triton.jit(do_not_specialize=["M", "bands", "scales", "zero"])
 def _statistics_kernel(
     x_ptr, linear_ptr, target_ptr, bias_ptr, weight_ptr, top_ptr, total_ptr, spread_ptr, weighted_ptr, chosen_ptr,
-    stride_xm, stride_xk, stride_wv, stride_wk, V, tile_columns, ranges, M, bands, scale, softcap, inverse_cap, zero,
+    x_strides, linear_strides, V, tile_columns, ranges, M, bands, scales, zero,
     K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_N: tl.constexpr,
-    SCALED: tl.constexpr, SOFTCAP: tl.constexpr, ACCURACY: tl.constexpr, INPUT_PRECISION: tl.constexpr,
+    ARITHMETIC: tl.constexpr, INPUT_PRECISION: tl.constexpr,
 ):  # fmt: skip
     ENTROPY: tl.constexpr = spread_ptr is not None
     SMOOTHING: tl.constexpr = weighted_ptr is not None
+    ACCURACY: tl.constexpr = ARITHMETIC[2]
     program = tl.program_id(0)
     band = program % bands
     own = program // bands
@@ -44,12 +46,12 @@ def _statistics_kernel(
     for tile in tl.range(own, tile_columns, ranges):
         cols = tile * BLOCK_N + tl.arange(0, BLOCK_N)
         x = scores(
-            x_ptr, linear_ptr, rows, cols, stride_xm, stride_xk, stride_wv, stride_wk, M, V, zero,
+            x_ptr, linear_ptr, rows, cols, x_strides[0], x_strides[1], linear_strides[0], linear_strides[1], M, V, zero,
             K, BLOCK_K, False, EVEN_N, INPUT_PRECISION,
         )  # fmt: skip
         if bias_ptr is not None:
             x += load_vector(bias_ptr, cols, 1, V)[None, :]
-        x, _ = logits_of(x, scale, softcap, inverse_cap, SCALED, SOFTCAP, ACCURACY)
+        x, _ = logits_of(x, scales, ARITHMETIC)
         inside = (cols < V)[None, :]
         x = tl.where(inside, x, -float("inf"))
         hit = cols[None, :] == target[:, None]
@@ -63,21 +65,14 @@ def _statistics_kernel(
             weighted += tl.sum(shares, 1)
         top, total, spread = add_tile(x, top, total, spread, ENTROPY, ACCURACY)
     at = (band.to(tl.int64) * ranges + own) * BLOCK_M + tl.arange(0, BLOCK_M)
-    tl.store(top_ptr + at, top)
-    tl.store(total_ptr + at, total)
-    if ENTROPY:
-        tl.store(spread_ptr + at, spread)
-    if SMOOTHING:
-        tl.store(weighted_ptr + at, weighted)
-    tl.store(chosen_ptr + rows, chosen, mask=found != 0)
+    partials = Partials(top_ptr, total_ptr, spread_ptr, weighted_ptr, chosen_ptr)
+    store_statistics(partials, at, rows, top, total, spread, weighted, chosen, found)
 
 
-@triton.jit(
-    do_not_specialize=["M", "bands", "tile_columns", "programs", "group", "ignore_index", "smoothing", "z_loss"]
-)  # fmt: skip
+@triton.jit(do_not_specialize=["M", "bands", "tile_columns", "programs", "group", "numbers"])
 def _combined_losses_kernel(
     top_ptr, total_ptr, spread_ptr, weighted_ptr, chosen_ptr, target_ptr, weight_ptr, weight_sum_ptr,
-    loss_ptr, entropy_ptr, statistics_ptr, V, M, bands, tile_columns, programs, group, ignore_index, smoothing, z_loss,
+    loss_ptr, entropy_ptr, statistics_ptr, V, M, bands, tile_columns, programs, group, numbers,
     BAND: tl.constexpr, ROWS: tl.constexpr, RANGES: tl.constexpr, ACCURACY: tl.constexpr,
 ):  # fmt: skip
     ENTROPY: tl.constexpr = spread_ptr is not None
@@ -110,13 +105,14 @@ def _combined_losses_kernel(
             weighted += tl.sum(tl.load(weighted_ptr + at, mask=inside, other=0.0), 0)
         top = higher
     target = tl.load(target_ptr + rows, mask=rows < M, other=-1)
-    counts = target != ignore_index
-    weight = class_weight(target, weight_ptr, V)
+    counts = target != numbers[0]
+    loss = Loss(weight_ptr, weight_sum_ptr, V, numbers[1], numbers[2])
+    weight = class_weight(target, loss)
     # Nobody has written the value of a target that is no column.
     chosen = tl.load(chosen_ptr + rows, mask=(rows < M) & (target >= 0) & (target < V), other=float("nan"))
     log_total = tl.log(total)
-    loss = loss_of(top, log_total, chosen, weighted, weight, weight_sum_ptr, V, smoothing, z_loss, SMOOTHING)
-    tl.store(loss_ptr + rows, tl.where(counts, loss, 0.0), mask=rows < M)
+    found = loss_of(top, log_total, chosen, weighted, weight, loss, SMOOTHING)
+    tl.store(loss_ptr + rows, tl.where(counts, found, 0.0), mask=rows < M)
     if ENTROPY:
         tl.store(entropy_ptr + rows, tl.where(counts, log_total - spread / total, 0.0), mask=rows < M)
     if statistics_ptr is not None:
@@ -147,43 +143,51 @@ def losses_of_product(
     generic kernel share a row; the sm90 one decides for itself.
     """
     (rows, width), columns = input.shape, linear_weight.shape[0]
-    _, smoothing, z_loss, *numbers = arithmetic.numbers()
-    smoothed, capped = arithmetic.label_smoothing > 0, arithmetic.softcap is not None
-    matrices = None
-    # Weights of a tile's columns take more registers than the sm90 kernel has left.
-    if tiles.sm90 is not None and not (smoothed and weight is not None):
-        matrices = sm90.takes(input, linear_weight)
-    if tiles.sm90 is None or matrices is None:
-        shares = generic_shares(tiles, rows, columns, ranges)
-    else:
-        shares = sm90_shares(tiles.sm90, rows, columns)
-    top, total, *more = loss.new_empty(2 + (entropy is not None) + smoothed, shares.partials).unbind()
-    spread = None if entropy is None else more.pop(0)
-    weighted = more.pop(0) if smoothed else None
-    partials = (top, total, spread, weighted, torch.empty_like(loss))
+    smoothed, scales = arithmetic.label_smoothing > 0, arithmetic.scales
     bias = None if linear_bias is None else linear_bias.contiguous()
-    if tiles.sm90 is None or matrices is None:
+    # Weights of a tile's columns take more registers than the sm90 kernel has left.
+    pipeline = None if smoothed and weight is not None else tiles.sm90
+    x, w = untransposed(input), untransposed(linear_weight)
+    if pipeline is None or x is None or w is None:
+        shares = generic_shares(tiles, rows, columns, ranges)
+        partials = _partials(loss, entropy is not None, smoothed, shares)
         launch(
             _statistics_kernel,
             shares.bands * shares.programs,
             (input, linear_weight, target, bias, weight if smoothed else None, *partials),
-            (*input.stride(), *linear_weight.stride(), columns, shares.tile_columns, shares.programs),
-            (rows, shares.bands, *numbers, 0.0),
+            (input.stride(), linear_weight.stride(), columns, shares.tile_columns, shares.programs),
+            (rows, shares.bands, scales, 0.0),
             (
-                width, tiles.block_m, tiles.block_n, tiles.block_k, columns % tiles.block_n == 0, numbers[0] != 1.0,
-                capped, arithmetic.accuracy, input_precision,
+                width, tiles.block_m, tiles.block_n, tiles.block_inner, columns % tiles.block_n == 0,
+                arithmetic.constants, input_precision,
             ),
             tiles.num_warps,
             tiles.num_stages,
         )  # fmt: skip
     else:
-        vectors = (target, bias, *partials)
-        sm90.statistics(matrices, vectors, numbers, capped, arithmetic.accuracy, shares, tiles.sm90)
+        shares = sm90_shares(pipeline, rows, columns)
+        partials = _partials(loss, entropy is not None, smoothed, shares)
+        launch(
+            sm90_statistics_kernel,
+            shares.programs,
+            (target, bias, *partials),
+            (width, columns, shares.tile_columns),
+            (rows, shares.bands, shares.group, scales),
+            (pipeline.columns, pipeline.step, pipeline.stages, pipeline.lead, arithmetic.constants),
+            descriptors=(x.descriptor(CONSUMER_ROWS, pipeline.step), w.descriptor(pipeline.columns, pipeline.step)),
+        )
     launch(
         _combined_losses_kernel,
         ceil_div(rows, _COMBINED_ROWS),
         (*partials, target, weight, weight_sum, loss, entropy, statistics),
         (columns,),
-        (rows, *shares[1:], arithmetic.ignore_index, smoothing, z_loss),
+        (rows, *shares[1:], arithmetic.numbers),
         (shares.rows, _COMBINED_ROWS, _COMBINED_RANGES, arithmetic.accuracy),
     )
+
+
+def _partials(loss: torch.Tensor, entropy: bool, smoothed: bool, shares: Shares) -> tuple[torch.Tensor | None, ...]:
+    """Memory for top, total, spread, weighted and chosen; None for what nobody asks for."""
+    top, total, *more = loss.new_empty(2 + entropy + smoothed, shares.partials).unbind()
+    spread = more.pop(0) if entropy else None
+    return top, total, spread, more.pop() if smoothed else None, torch.empty_like(loss)

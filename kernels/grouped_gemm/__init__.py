@@ -13,19 +13,14 @@
 
 Shapes: x [M, K], xs [P, K], w [M, k], W_up and W_gate [E, N, K], W_down [E, K, N], Z, G and H [P, N]. Every W and b is
 that of the row's expert. ``sorting`` says what the P rows are: every expert's begin at a multiple of a block, and the
-padding between is 0 in xs, dys, dZ, dG and w ⊙ H, so that sums over an expert's rows need no masks. The files beside
-this one launch the sm90 kernels where the plan names them and operands lie as TMA takes them, else the generic ones. No
-atomics, and nothing is copied to the host: the same bits every time, in a CUDA graph for any routing.
+padding between is 0 in xs, dys, dZ, dG and w ⊙ H, so that sums over an expert's rows need no masks. No atomics,
+and nothing is copied to the host: the same bits every time, in a CUDA graph for any routing.
 """
 
-from .elements import Arithmetic, HiddenGradients
-from .hidden import hidden
-from .hidden_gradient import hidden_gradient
-from .moving import combine, score_gradient, spread
-from .order import longest_first
-from .product import product
-from .sorting import SortedRows, rows_of, sizes, sort
-from .weight_gradient import expert_sums, weight_gradient
+from ..matmul.arithmetic import Arithmetic
+from .moving import combine, expert_sums, score_gradient, spread
+from .products import HiddenGradients, hidden, hidden_gradient, product, weight_gradient
+from .sorting import SortedRows, longest_first, rows_of, sizes, sort
 
 __all__ = [
     "Arithmetic",

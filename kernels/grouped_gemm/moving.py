@@ -1,4 +1,4 @@
-"""Rows between the order of tokens and that of experts: copies, and sums over a token's experts in fixed order."""
+"""Rows between the order of tokens and that of experts: copies, and sums over a token's or an expert's rows."""
 
 from typing import Any
 
@@ -12,6 +12,7 @@ from .sorting import SortedRows
 # Columns that a program has at once, and rows of padding.
 _COLUMNS, _PADDING_ROWS = 2048, 16
 _SCORE_SLOTS, _SCORE_COLUMNS = 16, 128
+_SUM_ROWS, _SUM_COLUMNS = 32, 64
 
 
 def _columns(width: int) -> int:
@@ -98,6 +99,25 @@ def _score_gradient_kernel(
     tl.store(out_ptr + slot, sums.to(out_ptr.dtype.element_ty), mask=inside)
 
 
+@triton.jit
+def _experts_sums_kernel(
+    a_ptr, weights_ptr, starts_ptr, out_ptr, stride_oe, stride_on, C, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+):  # fmt: skip
+    tile_columns = tl.cdiv(C, COLUMNS)
+    expert = tl.program_id(0) // tile_columns
+    cols = tl.program_id(0) % tile_columns * COLUMNS + tl.arange(0, COLUMNS)
+    end = tl.load(starts_ptr + expert + 1)
+    sums = tl.zeros([ROWS, COLUMNS], tl.float32)
+    for first in tl.range(tl.load(starts_ptr + expert), end, ROWS):
+        rows = first + tl.arange(0, ROWS)
+        values = load_tile(a_ptr, rows, cols, C, 1, end, C).to(tl.float32)
+        if weights_ptr is not None:
+            values *= tl.load(weights_ptr + rows, mask=rows < end, other=0.0)[:, None]
+        sums += values
+    target = out_ptr + expert.to(tl.int64) * stride_oe + cols.to(tl.int64) * stride_on
+    tl.store(target, tl.sum(sums, 0).to(out_ptr.dtype.element_ty), mask=cols < C)
+
+
 def spread(
     x: torch.Tensor, scores: torch.Tensor | None, rows: SortedRows, *, ready: dict[Any, Any] | None = None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -172,3 +192,25 @@ def score_gradient(
     found = dy.new_empty(slots, dtype=dtype)
     launch((partials, rows.rows_of, index, dy, b_down, found))
     return found
+
+
+def expert_sums(
+    a: torch.Tensor,
+    row_weights: torch.Tensor | None,
+    rows: SortedRows,
+    out: torch.Tensor,
+    *,
+    ready: dict[Any, Any] | None = None,
+    name: str = "",
+) -> None:
+    """Fills ``out[e]``, a view ``[E, C]`` of any strides, with the sums of each expert's rows of a ``[P, C]``.
+
+    With ``row_weights`` ``[P]`` rows are multiplied by theirs first. Float32 sums in a fixed order, rounded once.
+    """
+    experts, columns = out.shape
+
+    def make() -> Launch:
+        programs = experts * ceil_div(columns, _SUM_COLUMNS)
+        return Launch(_experts_sums_kernel, programs, (*out.stride(), columns), (), (_SUM_ROWS, _SUM_COLUMNS))
+
+    prepared(ready, ("expert sums", name), make)((a, row_weights, rows.starts, out))

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..device import tl, triton
-from ..launching import Launch, ceil_div, prepared
+from ..launching import Launch, ceil_div, launch, prepared
 from ..matmul.generic.operands import RowOrder
 from ..tuning.grouped_gemm import padded_rows
 
@@ -18,6 +18,7 @@ _SLOTS = 128  # of a chunk, which a program counts or places
 # Up to so many chunks of slots every program counts all of them itself: one launch instead of three.
 _COUNTED_AGAIN = 16
 _CHUNKS_AT_ONCE = 256
+_EXPERTS = 16  # that a program puts in order
 # Every part of the one tensor that holds them all begins at a multiple of 16 bytes.
 _ALIGNED = 4
 
@@ -47,22 +48,22 @@ class SortedRows(NamedTuple):
         return RowOrder(self.block, self.k, gathered)
 
 
-def sizes(slots: int, experts: int, block: int) -> tuple[int, int, int, int]:
-    """The lengths of the four parts of :class:`SortedRows`, each rounded up so that the next one is aligned."""
+def _lengths(slots: int, experts: int, block: int) -> tuple[int, int, int, int]:
+    """Those of the four tensors of :class:`SortedRows`."""
     capacity = padded_rows(slots, experts, block)
-    parts = (capacity, slots, capacity // block, experts + 1)
-    first, second, third, fourth = ((part + _ALIGNED - 1) // _ALIGNED * _ALIGNED for part in parts)
-    return first, second, third, fourth
+    return capacity, slots, capacity // block, experts + 1
+
+
+def sizes(slots: int, experts: int, block: int) -> list[int]:
+    """The lengths of the four parts of :class:`SortedRows`, each rounded up so that the next one is aligned."""
+    return [ceil_div(length, _ALIGNED) * _ALIGNED for length in _lengths(slots, experts, block)]
 
 
 def rows_of(packed: torch.Tensor, slots: int, experts: int, block: int, k: int) -> SortedRows:
     """The four parts of one tensor, as :func:`sort` made it."""
-    capacity = padded_rows(slots, experts, block)
-    parts = packed.split_with_sizes(sizes(slots, experts, block))
-    slots_of, row_of, tile_expert, starts = parts
-    return SortedRows(
-        slots_of[:capacity], row_of[:slots], tile_expert[: capacity // block], starts[: experts + 1], block, k
-    )
+    parts = zip(packed.split_with_sizes(sizes(slots, experts, block)), _lengths(slots, experts, block), strict=True)
+    slots_of, row_of, tile_expert, starts = (part[:length] for part, length in parts)
+    return SortedRows(slots_of, row_of, tile_expert, starts, block, k)
 
 
 @triton.jit
@@ -139,6 +140,18 @@ def _place_kernel(
             tl.store(starts_ptr + E, tl.sum(padded, 0))
 
 
+@triton.jit
+def _order_kernel(starts_ptr, order_ptr, E, ALL: tl.constexpr, EXPERTS: tl.constexpr):
+    own = tl.program_id(0) * EXPERTS + tl.arange(0, EXPERTS)
+    every = tl.arange(0, ALL)
+    rows = tl.load(starts_ptr + own + 1, mask=own < E, other=0) - tl.load(starts_ptr + own, mask=own < E, other=0)
+    others = tl.load(starts_ptr + every + 1, mask=every < E, other=-1)
+    others -= tl.load(starts_ptr + every, mask=every < E, other=0)
+    earlier = (others[None, :] == rows[:, None]) & (every[None, :] < own[:, None])
+    place = tl.sum((earlier | (others[None, :] > rows[:, None])).to(tl.int32), 1)
+    tl.store(order_ptr + place, own, mask=own < E)
+
+
 def sort(
     index: torch.Tensor, experts: int, k: int, block: int, ready: dict[Any, Any] | None = None
 ) -> tuple[torch.Tensor, SortedRows]:
@@ -169,3 +182,15 @@ def _prepare(slots: int, experts: int, block: int, chunks: int, width: int) -> t
         # More warps only ask one another longer for the sums of a row.
         Launch(_place_kernel, chunks + tiles, (experts,), (slots, chunks), (_SLOTS, width, block), num_warps=2),
     )
+
+
+def longest_first(starts: torch.Tensor) -> torch.Tensor:
+    """The experts ``[E]``, int32, by how many rows they have from ``starts`` ``[E + 1]`` on; equals in their order.
+
+    Those with the most come first, so that long tiles are not left for the end.
+    """
+    experts = starts.shape[0] - 1
+    order = torch.empty_like(starts[1:])
+    every = max(_EXPERTS, 1 << (experts - 1).bit_length())
+    launch(_order_kernel, -(-experts // _EXPERTS), (starts, order), (experts,), (), (every, _EXPERTS))
+    return order

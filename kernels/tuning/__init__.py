@@ -41,7 +41,7 @@ from .gemm_reduce import (
 from .limits import CONSUMER_ROWS, SHARED_MEMORY, has_tanh, padded_width, sm90_width, starts_early
 from .maxsim import GatherConfig, OneHotConfig, gather_config, one_hot_config
 from .split_k import SplitTiles, reduce_blocks, split_tiles
-from .weight_gradient import PIPELINES, WeightGradientPipeline, WeightGradientTiles, weight_gradient_tiles
+from .weight_gradient import PIPELINES, WeightGradientPipeline
 
 __all__ = [
     "BAND_BLOCKS",
@@ -69,7 +69,6 @@ __all__ = [
     "StoredConfig",
     "TileConfig",
     "WeightGradientPipeline",
-    "WeightGradientTiles",
     "epilogue_tiles",
     "gather_config",
     "gradients_joined",
@@ -91,5 +90,4 @@ __all__ = [
     "starts_early",
     "stored_config",
     "tile_config",
-    "weight_gradient_tiles",
 ]

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from .grouped_gemm import GroupedTiles
 from .limits import CONSUMER_ROWS, padded_width
 
 # Columns of one step. More would keep more loads in flight, and need more registers for the maximum and the sums that
@@ -33,7 +34,8 @@ class LogitPipeline:
 
     ``stages`` of ``step`` of the inner axis are on their way or on chip at once. The second consumer is ``lead``
     stages behind the first one, so that one of them has the matrix units while the other one reduces its tile.
-    ``group`` tiles below one another are computed before those to their right, by ``programs`` programs.
+    ``group`` tiles below one another are computed before those to their right, by ``programs`` programs. A gradient
+    leaves the chip in parts of 64 columns, and each consumer has ``places`` for them.
     """
 
     columns: int = 256
@@ -42,39 +44,14 @@ class LogitPipeline:
     lead: int = 2
     group: int = 12
     programs: int = 132
+    places: int = 0
 
 
 @dataclass(frozen=True)
-class GradientPipeline(LogitPipeline):
-    """The same product with the gradient of logits as its result, which leaves the chip in parts of 64 columns.
+class LogitTiles(GroupedTiles):
+    """The generic kernels' tiles; ``sm90`` is the warp-specialised kernel, if it may compute the call."""
 
-    Each consumer has ``places`` for them. A power of two as ``group``, whose tiles are next to one another.
-    """
-
-    group: int = 16
-    places: int = 2
-
-
-@dataclass(frozen=True)
-class LogitTiles:
-    """The generic kernel: ``block_m × block_n`` logits at once, ``block_k`` of the inner axis at a time.
-
-    ``sm90`` is the warp-specialised kernel, if it may compute the call.
-    """
-
-    block_m: int
-    block_n: int
-    block_k: int
-    num_warps: int
-    num_stages: int
     sm90: LogitPipeline | None = None
-
-
-@dataclass(frozen=True)
-class GradientTiles(LogitTiles):
-    """The same for the gradient of logits."""
-
-    sm90: GradientPipeline | None = None
 
 
 class Shares(NamedTuple):
@@ -108,17 +85,17 @@ LOGIT_TILES: dict[tuple[str, int], LogitTiles] = {
 
 def logit_tiles(architecture: str, bits: int, sms: int, sm90: bool) -> LogitTiles:
     """The tiles of logits for operands of ``bits`` bits; ``sm90``: where the warp-specialised kernel runs."""
-    tiles = LOGIT_TILES.get((architecture, bits)) or LOGIT_TILES["other", bits]
-    if not sm90:
-        return tiles
-    return replace(tiles, sm90=LogitPipeline(programs=sms))
+    return _tiles(architecture, bits, LogitPipeline(programs=sms) if sm90 else None)
 
 
-def gradient_tiles(architecture: str, bits: int, sms: int, sm90: bool) -> GradientTiles:
+def gradient_tiles(architecture: str, bits: int, sms: int, sm90: bool) -> LogitTiles:
     """The tiles of the gradient of logits, likewise."""
-    tiles = logit_tiles(architecture, bits, sms, sm90)
-    pipeline = None if tiles.sm90 is None else GradientPipeline(programs=sms)
-    return GradientTiles(tiles.block_m, tiles.block_n, tiles.block_k, tiles.num_warps, tiles.num_stages, pipeline)
+    # A power of two as ``group``, whose tiles are next to one another.
+    return _tiles(architecture, bits, LogitPipeline(programs=sms, group=16, places=2) if sm90 else None)
+
+
+def _tiles(architecture: str, bits: int, sm90: LogitPipeline | None) -> LogitTiles:
+    return replace(LOGIT_TILES.get((architecture, bits)) or LOGIT_TILES["other", bits], sm90=sm90)
 
 
 def generic_shares(tiles: LogitTiles, rows: int, columns: int, ranges: int) -> Shares:

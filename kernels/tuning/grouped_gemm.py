@@ -1,14 +1,14 @@
-"""Experts: how rows are padded, and the tiles of the generic kernels, by architecture and dtype. Plain data."""
+"""How the rows of experts are padded, and the generic tiles of products, by architecture and dtype. Plain data."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
 class GroupedTiles:
-    """``block_m`` rows of one expert × ``block_n`` columns for each program, ``block_inner`` of the inner axis at once.
+    """``block_m × block_n`` of the result for each program, from ``block_inner`` of the inner axis at a time.
 
-    Of a weight gradient ``block_m`` and ``block_n`` are rows and columns of an expert's weight, and the inner axis is
-    that of the expert's rows.
+    Rows of experts are those of one expert. Of a weight gradient ``block_m`` and ``block_n`` are rows and columns of
+    the weight, and the inner axis is that of the rows, of all or of an expert's.
     """
 
     block_m: int
@@ -22,19 +22,14 @@ class GroupedTiles:
 # kernels of every kind take; else the smallest that holds an expert's share of the rows, as few rows are padded then.
 BLOCKS = (16, 64, 128)
 
-# By (architecture, bits of an element, step); architectures without a row take that of "other". "wide" steps have two
-# sums: both projections of a gated hidden.
-GROUPED_TILES: dict[tuple[str, int, str], GroupedTiles] = {
-    ("sm_90", 16, "product"): GroupedTiles(128, 128, 64, 8, 3),
-    ("sm_90", 16, "wide"): GroupedTiles(128, 64, 64, 8, 3),
-    ("sm_90", 16, "weight_gradient"): GroupedTiles(128, 128, 64, 8, 3),
-    ("other", 16, "product"): GroupedTiles(64, 64, 32, 4, 2),
-    ("other", 16, "wide"): GroupedTiles(64, 64, 32, 4, 2),
-    ("other", 16, "weight_gradient"): GroupedTiles(64, 64, 32, 4, 2),
-    ("other", 32, "product"): GroupedTiles(32, 32, 32, 4, 1),
-    ("other", 32, "wide"): GroupedTiles(32, 32, 32, 4, 1),
-    ("other", 32, "weight_gradient"): GroupedTiles(32, 32, 32, 4, 1),
+# By (architecture, bits of an element); architectures without a row take that of "other".
+GROUPED_TILES: dict[tuple[str, int], GroupedTiles] = {
+    ("sm_90", 16): GroupedTiles(128, 128, 64, 8, 3),
+    ("other", 16): GroupedTiles(64, 64, 32, 4, 2),
+    ("other", 32): GroupedTiles(32, 32, 32, 4, 1),
 }
+# Columns of a tile with two sums, both projections of a gated hidden: more of them have no registers.
+WIDEST_OF_TWO = 64
 # With few rows for each expert a program waits for its weights: many bytes are on their way at once. By
 # (architecture, bits, block).
 FEW_ROWS_TILES: dict[tuple[str, int, int], GroupedTiles] = {
@@ -57,9 +52,15 @@ def padded_rows(rows: int, experts: int, block: int) -> int:
     return (rows + experts * (block - 1)) // block * block
 
 
+def product_tiles(architecture: str, bits: int) -> GroupedTiles:
+    """The generic kernels' tiles for operands of ``bits`` bits and many rows."""
+    return GROUPED_TILES.get((architecture, bits)) or GROUPED_TILES["other", bits]
+
+
 def grouped_tiles(architecture: str, bits: int, step: str, block: int) -> GroupedTiles:
-    """The generic kernels' tiles for operands of ``bits`` bits, whose rows are in blocks of ``block``."""
+    """Those of a step of experts whose rows are in blocks of ``block``; a "wide" step has two sums."""
     few = FEW_ROWS_TILES.get((architecture, bits, block)) or FEW_ROWS_TILES.get(("other", bits, block))
     if step != "weight_gradient" and few is not None:
         return few
-    return GROUPED_TILES.get((architecture, bits, step)) or GROUPED_TILES[("other", bits, step)]
+    tiles = product_tiles(architecture, bits)
+    return replace(tiles, block_n=min(tiles.block_n, WIDEST_OF_TWO)) if step == "wide" else tiles

@@ -2,21 +2,18 @@
 
 from dataclasses import dataclass
 
+from .grouped_gemm import GroupedTiles
+
 
 @dataclass(frozen=True)
-class SplitTiles:
-    """``block_m × block_n`` of the result for each program, from ``block_k`` of the inner axis at a time.
+class SplitTiles(GroupedTiles):
+    """A ``block_m`` of 1 is the kernel of a single row.
 
-    A ``block_m`` of 1 is the kernel of a single row. ``swapped`` multiplies the tiles the other way round, so that the
-    columns of the result fill the rows of a matrix instruction. ``programs`` per SM are enough to keep memory
-    busy; a range of the inner axis has ``shortest_split`` blocks or more.
+    ``swapped`` multiplies the tiles the other way round, so that the columns of the result fill the rows of a matrix
+    instruction. ``programs`` per SM are enough to keep memory busy; a range of the inner axis has ``shortest_split``
+    blocks or more.
     """
 
-    block_m: int
-    block_n: int
-    block_k: int
-    num_warps: int
-    num_stages: int
     programs: int = 1
     shortest_split: int = 2
     swapped: bool = False

@@ -1,23 +1,12 @@
-"""Weight and bias gradient in one pass over dy: architecture and dtype -> tiles.
+"""Weight and bias gradient in one pass over dy: the warp-specialised kernel's tiles.
 
-Rows of ``other`` are conservative ones. The sm90 tiles are all that fill the registers of two consumers, or half
-of them; which one a problem takes is a matter of its sizes, and decided by ``planning``.
+They are all that fill the registers of two consumers, or half of them; which one a problem takes is a matter of its
+sizes, and decided by ``planning``. The generic kernel takes the tiles of other products.
 """
 
 from dataclasses import dataclass
 
 from .limits import CONSUMER_ROWS, stages_that_fit
-
-
-@dataclass(frozen=True)
-class WeightGradientTiles:
-    """The generic kernel: ``block_o × block_k`` of dW for each program, from ``block_m`` rows at a time."""
-
-    block_o: int
-    block_k: int
-    block_m: int
-    num_warps: int
-    num_stages: int
 
 
 @dataclass(frozen=True)
@@ -50,20 +39,8 @@ class WeightGradientPipeline:
         return self.consumers * self.units, self.columns
 
 
-# By (architecture, bits of an element); architectures without a row take that of "other".
-TABLE: dict[tuple[str, int], WeightGradientTiles] = {
-    ("sm_90", 16): WeightGradientTiles(128, 128, 64, 8, 3),
-    ("other", 16): WeightGradientTiles(64, 64, 32, 4, 2),
-    ("other", 32): WeightGradientTiles(32, 32, 32, 4, 1),
-}
-
 PIPELINES = (
     WeightGradientPipeline(CONSUMER_ROWS, 256, 2),
     WeightGradientPipeline(2 * CONSUMER_ROWS, 128, 4),
     WeightGradientPipeline(CONSUMER_ROWS, 128, 4),
 )
-
-
-def weight_gradient_tiles(architecture: str, bits: int) -> WeightGradientTiles:
-    """The generic kernel's tiles for operands of ``bits`` bits."""
-    return TABLE.get((architecture, bits)) or TABLE[("other", bits)]

@@ -287,7 +287,7 @@ def test_partial_results_of_groups_of_bands(M: int, V: int, programs: int, group
         (*partials[:2], partials[2] if entropy else None, None, chosen, target, None, None, loss,
          entropies if entropy else None, stats),
         (V,),
-        (M, *shares[1:], IGNORED, 0.0, 0.0),
+        (M, *shares[1:], (IGNORED, 0.0, 0.0)),
         (shares.rows, 32, 32, "exact"),
     )  # fmt: skip
     torch.testing.assert_close(loss, F.cross_entropy(logits, target, reduction="none"), rtol=1e-5, atol=1e-5)

@@ -18,7 +18,7 @@ from fusedlayers.closeness import assert_all_close
 from fusedlayers.devices import describe
 from fusedlayers.functional.weight_gradient import WEIGHT_GRADIENT, planned_weight_gradient
 from fusedlayers.kernels import weight_gradient as kernels
-from fusedlayers.kernels.tuning import WeightGradientTiles
+from fusedlayers.kernels.tuning.grouped_gemm import GroupedTiles
 from tests.support.operands import (
     DEVICE,
     DTYPES,
@@ -106,9 +106,9 @@ def test_exact_integers(dtype: torch.dtype, path: str) -> None:
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("splits", [1, 2, 3, 5, 8])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("tiles", [WeightGradientTiles(32, 16, 16, 4, 1), WeightGradientTiles(16, 64, 32, 4, 1)])
+@pytest.mark.parametrize("tiles", [GroupedTiles(32, 16, 16, 4, 1), GroupedTiles(16, 64, 32, 4, 1)])
 def test_exact_integers_for_any_number_of_splits(
-    tiles: WeightGradientTiles, dtype: torch.dtype, splits: int, bias: bool
+    tiles: GroupedTiles, dtype: torch.dtype, splits: int, bias: bool
 ) -> None:
     """Ragged last blocks on all three axes, several tiles on each, and empty splits: 70 rows are three blocks of 32."""
     tensors = inputs(70, 37, 85, dtype, draw=INTEGERS[dtype])

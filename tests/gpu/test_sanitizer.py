@@ -31,7 +31,6 @@ KERNELS = {
     "_order_kernel": ("experts",),
     "row_product_kernel": ("splits",),
     "_losses_kernel": ("losses",),
-    "_losses_gradient_kernel": ("losses",),
     "_scaled_kernel": ("losses",),
     "_reduce_kernel": ("reductions",),
     "_combine_kernel": ("reductions", "experts"),
@@ -43,7 +42,7 @@ KERNELS = {
 }
 
 # Where an sm90 kernel starts, and where it forks.
-STARTS = r"^def (_(?:sm90|stored)\w+_kernel)\("
+STARTS = r"^def (_?(?:sm90|stored)\w+_kernel)\("
 FORKS = (
     r"^def specialize\(|^ +(?:el)?if CONSUMERS == .*:$|^ +if db_ptr is None:$|^ +gl\.warp_specialize\(\[$"
     r"|^ +specialize\([^#]*"

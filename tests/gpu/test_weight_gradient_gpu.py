@@ -14,7 +14,8 @@ from fusedlayers import functional, reference
 from fusedlayers.closeness import assert_all_close
 from fusedlayers.devices import describe
 from fusedlayers.kernels import weight_gradient as kernels
-from fusedlayers.kernels.tuning import PIPELINES, WeightGradientPipeline, weight_gradient_tiles
+from fusedlayers.kernels.tuning import PIPELINES, WeightGradientPipeline
+from fusedlayers.kernels.tuning.grouped_gemm import product_tiles
 from tests.gpu.graphs import assert_replays_like_launched
 from tests.gpu.launches import note_launches
 from tests.support.operands import DEVICE, Tensors, assert_equal, leaves, on_path
@@ -72,7 +73,7 @@ def test_every_pipeline_with_any_number_of_splits(
     """Exact integers, empty splits, programs with many tiles and with one, with db and without."""
     rows, out, width = size
     dy, x = integers(rows, out, dtype=dtype), integers(rows, width, dtype=dtype)
-    tiles = weight_gradient_tiles("sm_90", 16)
+    tiles = product_tiles("sm_90", 16)
     for bias in (True, False):
         truth = expected(dy, x, bias)
         for splits in (1, 2, 3, 5, 8):

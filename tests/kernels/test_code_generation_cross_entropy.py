@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from fusedlayers.kernels.tuning.cross_entropy import GradientPipeline, LogitPipeline
+from fusedlayers.kernels.tuning.cross_entropy import LogitPipeline
 from tests.kernels.test_code_generation import SHARED_LIMITS, compiled, faults
 from tests.support.selection import FULL
 
@@ -175,7 +175,7 @@ def test_the_gradient_of_some_columns_on_hopper(tmp_path: Path) -> None:
     for report in found:
         assert not faults(report), (report["kernel"], report["dtype"], report["vocabulary"], faults(report))
     sm90 = [report for report in found if report["kernel"] == "sm90_logit_gradient"]
-    assert [report["wgmma"] for report in sm90] == [2 * GradientPipeline().step // 16] * 5
+    assert [report["wgmma"] for report in sm90] == [2 * LogitPipeline().step // 16] * 5
     assert len(found) == 12, "factors of rows, and a softcap with entropies"
 
 

@@ -20,10 +20,11 @@ import json
 
 import torch
 from code_generation import compiling_for
-from fusedlayers.kernels.tuning import PIPELINES, weight_gradient_tiles
+from fusedlayers.kernels.tuning import PIPELINES
+from fusedlayers.kernels.tuning.grouped_gemm import product_tiles
 from fusedlayers.kernels.weight_gradient import weight_gradient
 
-tiles = weight_gradient_tiles("sm_90", 16)
+tiles = product_tiles("sm_90", 16)
 # Of every pipeline each bias with each number of splits, half of them in either dtype.
 for dtype, (M, O, K), biased_splits in (
     (torch.bfloat16, (4096, 1024, 512), 4), (torch.float16, (4099, 1000, 520), 1)

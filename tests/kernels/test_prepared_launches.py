@@ -22,8 +22,8 @@ from fusedlayers.kernels.tuning import (
     EpilogueTiles,
     SplitTiles,
     TileConfig,
-    WeightGradientTiles,
 )
+from fusedlayers.kernels.tuning.grouped_gemm import GroupedTiles
 from fusedlayers.kernels.weight_gradient import weight_gradient
 from tests.support.operands import needs_kernels
 from tests.support.prepared_launches import (
@@ -125,7 +125,7 @@ def test_column_sums() -> None:
 @pytest.mark.parametrize("splits", [1, 3])
 def test_the_gradients_of_a_linear_layer(splits: int) -> None:
     ready: dict[Any, Any] = {}
-    tiles = WeightGradientTiles(16, 16, 16, 4, 1)
+    tiles = GroupedTiles(16, 16, 16, 4, 1)
     for turn in range(4):
         x, dy = drawn(100, K), drawn(100, N) if turn != 1 else drawn(1, N).expand(100, N)
         ours, theirs = (

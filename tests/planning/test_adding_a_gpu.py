@@ -51,9 +51,9 @@ COLUMN = [
         '    ("sm_77", 16): ((_ANY, ReduceConfig(32, 64, 32, 4, 1)),),\n    ("other", 16): ((_ANY,',
     ),
     (
-        "weight_gradient.py",
+        "grouped_gemm.py",
         '    ("other", 16):',
-        '    ("sm_77", 16): WeightGradientTiles(32, 64, 32, 4, 3),\n    ("other", 16):',
+        '    ("sm_77", 16): GroupedTiles(32, 64, 32, 4, 3),\n    ("other", 16):',
     ),
 ]
 
@@ -77,7 +77,7 @@ device = replace(device, backend="sm90")
 large = WeightGradientProblem(M=65_536, O=512, K=256, dtype="bfloat16")
 made = plan(large, device)
 assert made.path == "fused"
-assert made.tiles.block_o == 32 and made.tiles.num_stages == 3
+assert made.tiles.block_m == 32 and made.tiles.num_stages == 3
 assert made.floor_seconds == made.flops / 100e12
 small = plan(replace(large, M=1024), device)
 assert "faster than torch from 1,073,741,824 on when launched one by one" in dict(small.rejected)["fused"]
@@ -94,7 +94,7 @@ assert "linear was not measured on sm_77" in plan(linear, device).why_torch(devi
 assert plan(linear, device, "triton").path == "fused"
 
 names = covered(all_trials(device), replace(device, backend="generic"))
-assert any("WeightGradientTiles(block_o=32, block_k=64, block_m=32," in name for name in names)
+assert any("GroupedTiles(block_m=32, block_n=64, block_inner=32," in name for name in names)
 """
 
 

@@ -74,7 +74,7 @@ def test_published_sizes(sizes: tuple[int, int, int], tile: tuple[int, int, int]
     tiles = made.forward.tiles
     assert made.path == "fused"
     assert tiles is not None
-    assert ((tiles.block_m, tiles.block_n, tiles.block_k), made.forward.splits) == (tile, splits)
+    assert ((tiles.block_m, tiles.block_n, tiles.block_inner), made.forward.splits) == (tile, splits)
     assert made.workspace_bytes == (4 * splits * sizes[0] * sizes[1] if splits > 1 else 0)
     assert made.dependent
 
@@ -216,7 +216,7 @@ def test_splits_and_partials_are_bounded(device: Device, wanted: int) -> None:
             tiles = split_tiles(device.architecture, bits, *sizes[:2])
             splits = choose_splits(product, tiles, device.sms, wanted)
             assert splits == 1 or 4 * splits * sizes[0] * sizes[1] <= PARTIALS_LIMIT == 128 * 2**20
-            blocks = math.ceil(sizes[2] / tiles.block_k)
+            blocks = math.ceil(sizes[2] / tiles.block_inner)
             assert splits == filled_splits(blocks, splits)
             if wanted:
                 assert splits <= wanted
@@ -228,7 +228,7 @@ def test_splits_and_partials_are_bounded(device: Device, wanted: int) -> None:
 def test_every_tile_fits_shared_memory() -> None:
     for _, _, tiles in TABLE["sm_90", 16]:
         if tiles.block_m > 1:
-            assert 2 * tiles.num_stages * (tiles.block_m + tiles.block_n) * tiles.block_k <= SHARED_MEMORY
+            assert 2 * tiles.num_stages * (tiles.block_m + tiles.block_n) * tiles.block_inner <= SHARED_MEMORY
             assert (tiles.block_n >= 64) or not tiles.swapped
 
 

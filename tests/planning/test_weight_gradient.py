@@ -192,4 +192,4 @@ def test_float32_takes_the_generic_kernel() -> None:
     made = plan(replace(LARGE, dtype="float32"), H200, "triton")
     assert made.path == "fused"
     assert made.pipeline is None
-    assert made.tiles.block_o == 32
+    assert made.tiles.block_m == 32

@@ -21,13 +21,13 @@ from tests.support.planting import Fault, copied, noticed
 from tests.support.planting import fault as _fault
 
 _TILES, _PARTIALS, _DROPOUT = "kernels/tiles.py", "kernels/partials.py", "kernels/dropout.py"
-_SPLIT = "kernels/split_k/launcher.py"
+_SPLIT = "kernels/split_k.py"
 _FFN_FORWARD, _FFN_DATA = "kernels/gemm_gemm/forward.py", "kernels/gemm_gemm/data_gradient.py"
 _FFN_WEIGHT = "kernels/gemm_gemm/weight_gradient.py"
 _HIDDEN, _HIDDEN_GRADIENT = "kernels/gemm_epilogue/hidden.py", "kernels/matmul/generic/hidden_gradient.py"
 _GENERIC_HIDDEN, _EPILOGUES = "kernels/matmul/generic/hidden.py", "kernels/matmul/generic/epilogues.py"
 _LINEAR = "fusedlayers/functional/linear.py"
-_LOSSES, _LOGITS = "kernels/cross_entropy/losses.py", "kernels/cross_entropy/rows.py"
+_LOSSES, _LOGITS = "kernels/cross_entropy/losses.py", "kernels/cross_entropy/elements.py"
 _HEAD = "fusedlayers/functional/linear_cross_entropy/chunked.py"
 _LORA, _ADAPTERS = "fusedlayers/functional/lora_ffn/__init__.py", "fusedlayers/functional/lora_ffn/products.py"
 
@@ -220,27 +220,27 @@ FAULTS: tuple[Fault, ...] = (
     ),
     # The loss head.
     _fault(
-        "padding of a row of logits counted", _LOGITS,
-        "return tl.where(cols < V, value, -float(\"inf\")), slope", "return value, slope",
+        "padding of a row of logits counted", _LOSSES,
+        "return tl.where(cols < row.V, value, -float(\"inf\")), slope", "return value, slope",
         "functional/test_linear_cross_entropy edges_of_rows",
     ),
     _fault(
-        "sum of a lane not rescaled", _LOGITS,
+        "sum of a lane not rescaled", _LOSSES,
         "tl.where(rises, total * share + 1.0, total + share)", "tl.where(rises, total + 1.0, total + share)",
         "functional/test_linear_cross_entropy edges_of_rows",
     ),
     _fault(
-        "slope of the softcap forgotten", "kernels/cross_entropy/elements.py",
+        "slope of the softcap forgotten", _LOGITS,
         "slope = tanh_slope * slope", "slope = slope * 1.0",
         "functional/test_linear_cross_entropy every_option",
     ),
     _fault(
         "ignored token counted", _LOSSES,
-        "tl.store(loss_ptr + row, tl.where(counts, loss, 0.0))", "tl.store(loss_ptr + row, loss)",
+        "tl.store(loss_ptr + row, tl.where(counts, found, 0.0))", "tl.store(loss_ptr + row, found)",
         "functional/test_linear_cross_entropy no_token_counts",
     ),
     _fault(
-        "target that is no class taken for one", _LOSSES,
+        "target that is no class taken for one", _LOGITS,
         "weight = tl.where(known, 1.0, float(\"nan\"))", "weight = 1.0",
         "functional/test_linear_cross_entropy_calls no_class_shows",
     ),
@@ -270,8 +270,8 @@ FAULTS: tuple[Fault, ...] = (
         "functional/test_linear_cross_entropy far_below_zero",
     ),
     _fault(
-        "target sought among the first columns of the vocabulary", "kernels/cross_entropy/product_gradient.py",
-        "other=-1) - start", "other=-1)",
+        "target sought among the first columns of the vocabulary", "kernels/cross_entropy/tile.py",
+        "other=-1) - given.start", "other=-1)",
         "functional/test_linear_cross_entropy targets_of_any_shape",
     ),
     _fault(

@@ -152,9 +152,7 @@ def gradients(
 def _weight_gradient(
     call: Prepared, left: Tensor, right: Tensor, rows: SortedRows, out: Tensor, order: Tensor | None, name: str
 ) -> None:
-    """Fills ``out[e] = leftᵀ right`` over each expert's rows; swaps the factors if ``out`` is transposed in memory."""
-    if out.stride(1) < out.stride(2):
-        left, right, out = right, left, out.mT
+    """Fills ``out[e] = leftᵀ right`` over each expert's rows."""
     kernels.weight_gradient(
         left, right, rows, out, call.problem.input_precision, tiles=call.plan.weight_gradient_tiles,
         pipeline=call.plan.weight_gradient_pipeline, order=order, ready=call.ready, name=name,

@@ -1,21 +1,15 @@
 """Statistics of rows of logits on Hopper, from a product that never leaves the chip."""
 
-from collections.abc import Sequence
 from typing import Any
 
-import torch
-
-from ...hopper import Matrix, fence_async_shared, gl, gluon, resources
-from ...launching import launch
+from ...hopper import fence_async_shared, gl, gluon, resources
 from ...matmul.sm90.cooperative import cooperative_ring, multiply
 from ...matmul.sm90.elements import bias_of_columns
 from ...matmul.sm90.loading import Term, load_term
 from ...matmul.sm90.ring import HALF, TILE, column_halves
 from ...matmul.sm90.roles import specialize
-from ...tuning import CONSUMER_ROWS
-from ...tuning.cross_entropy import LogitPipeline, Shares
 from ..elements import LOWEST, logits_of
-from ..tile import add_tile, ranges_of
+from ..tile import Partials, add_tile, ranges_of, store_statistics
 
 # Columns of which a thread has two.
 QUAD = gl.constexpr(8)
@@ -37,20 +31,11 @@ class _Statistics:
 
     target_ptr: Any
     bias_ptr: Any
-    top_ptr: Any
-    total_ptr: Any
-    spread_ptr: Any
-    weighted_ptr: Any
-    chosen_ptr: Any
+    partials: Any
     M: Any
     V: Any
-    scale: Any
-    softcap: Any
-    inverse_cap: Any
-    LEVELS: Any
-    SCALED: Any
-    SOFTCAP: Any
-    ACCURACY: Any
+    scales: Any
+    ARITHMETIC: Any
 
 
 @gluon.jit
@@ -78,31 +63,26 @@ def _load(ring, schedule, term):
 
 
 @gluon.jit
-def _half_at(x, column):
-    """Of every row the half of the columns in which ``column`` lies."""
-    COLUMNS: gl.constexpr = x.shape[1] // 2
-    left, right = column_halves(x)
-    column = gl.convert_layout(column, gl.SliceLayout(1, left.type.layout), assert_trivial=True)
-    return gl.where(gl.expand_dims((column & COLUMNS) != 0, 1), right, left)
-
-
-@gluon.jit
-def _value_at(x, column, LEVELS: gl.constexpr):
+def _value_at(x, column):
     """Of every row the value in ``column``: half of the candidates are left at every level."""
-    for _ in gl.static_range(LEVELS):
-        x = _half_at(x, column)
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, QUAD, 16])
-    cols = gl.expand_dims(gl.arange(0, QUAD, gl.SliceLayout(0, layout)), 0)
-    place = gl.convert_layout(column, gl.SliceLayout(1, layout), assert_trivial=True) & (QUAD - 1)
-    value = gl.sum(gl.where(cols == gl.expand_dims(place, 1), x, 0.0), 1)
+    COLUMNS: gl.constexpr = x.shape[1]
+    if COLUMNS > QUAD:
+        left, right = column_halves(x)
+        of_rows = gl.convert_layout(column, gl.SliceLayout(1, left.type.layout), assert_trivial=True)
+        value = _value_at(gl.where(gl.expand_dims((of_rows & (COLUMNS // 2)) != 0, 1), right, left), of_rows)
+    else:
+        layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, QUAD, 16])
+        cols = gl.expand_dims(gl.arange(0, QUAD, gl.SliceLayout(0, layout)), 0)
+        place = gl.convert_layout(column, gl.SliceLayout(1, layout), assert_trivial=True) & (QUAD - 1)
+        value = gl.sum(gl.where(cols == gl.expand_dims(place, 1), x, 0.0), 1)
     return gl.convert_layout(value, column.type.layout, assert_trivial=True)
 
 
 @gluon.jit
 def _consume(consumer: gl.constexpr, ring, schedule, steps, given, LEAD: gl.constexpr):
     COLUMNS: gl.constexpr = schedule.COLUMNS
-    ENTROPY: gl.constexpr = given.spread_ptr is not None
-    SMOOTHING: gl.constexpr = given.weighted_ptr is not None
+    ENTROPY: gl.constexpr = given.partials.spread_ptr is not None
+    SMOOTHING: gl.constexpr = given.partials.weighted_ptr is not None
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
     of_rows: gl.constexpr = gl.SliceLayout(1, layout)
     lanes = gl.arange(0, HALF, of_rows)
@@ -125,12 +105,10 @@ def _consume(consumer: gl.constexpr, ring, schedule, steps, given, LEAD: gl.cons
             acc = bias_of_columns(given.bias_ptr, 0, column, given.V, COLUMNS)
             acc = multiply(consumer, acc, ring, count * steps, steps, count, LEAD)
             count += 1
-            x, _ = logits_of(
-                acc, given.scale, given.softcap, given.inverse_cap, given.SCALED, given.SOFTCAP, given.ACCURACY
-            )
+            x, _ = logits_of(acc, given.scales, given.ARITHMETIC)
             place = target - column
             here = (place >= 0) & (place < COLUMNS)
-            chosen = gl.where(here, _value_at(x, place, given.LEVELS), chosen)
+            chosen = gl.where(here, _value_at(x, place), chosen)
             found = gl.where(here, 1, found)
             if column + COLUMNS > given.V:
                 x = gl.where(gl.expand_dims(column + cols < given.V, 0), x, 0.0 if SMOOTHING else float("-inf"))
@@ -142,55 +120,21 @@ def _consume(consumer: gl.constexpr, ring, schedule, steps, given, LEAD: gl.cons
         if own < ranges:
             _, place = ranges_of(band, schedule.bands, schedule.tile_columns, gl.num_programs(0), schedule.group)
             at = (place + own) * TILE + consumer * HALF + lanes
-            gl.store(given.top_ptr + at, top)
-            gl.store(given.total_ptr + at, total)
-            if ENTROPY:
-                gl.store(given.spread_ptr + at, spread)
-            if SMOOTHING:
-                gl.store(given.weighted_ptr + at, sums)
-            gl.store(given.chosen_ptr + rows, chosen, mask=found != 0)
+            store_statistics(given.partials, at, rows, top, total, spread, sums, chosen, found)
 
 
-@gluon.jit(do_not_specialize=["M", "bands", "group", "scale", "softcap", "inverse_cap"])
-def _sm90_statistics_kernel(
+@gluon.jit(do_not_specialize=["M", "bands", "group", "scales"])
+def sm90_statistics_kernel(
     x_desc, w_desc, target_ptr, bias_ptr, top_ptr, total_ptr, spread_ptr, weighted_ptr, chosen_ptr,
-    inner, V, tile_columns, M, bands, group, scale, softcap, inverse_cap,
-    COLUMNS: gl.constexpr, LEVELS: gl.constexpr, STEP: gl.constexpr, STAGES: gl.constexpr, LEAD: gl.constexpr,
-    SCALED: gl.constexpr, SOFTCAP: gl.constexpr, ACCURACY: gl.constexpr,
+    inner, V, tile_columns, M, bands, group, scales,
+    COLUMNS: gl.constexpr, STEP: gl.constexpr, STAGES: gl.constexpr, LEAD: gl.constexpr, ARITHMETIC: gl.constexpr,
 ):  # fmt: skip
     schedule = _Ranges(bands=bands, tile_columns=tile_columns, group=group, COLUMNS=COLUMNS)
     ring = cooperative_ring(x_desc, w_desc, COLUMNS, False, True, STEP, STAGES, 2, 1)
     given = _Statistics(
-        target_ptr=target_ptr, bias_ptr=bias_ptr, top_ptr=top_ptr, total_ptr=total_ptr, spread_ptr=spread_ptr,
-        weighted_ptr=weighted_ptr, chosen_ptr=chosen_ptr, M=M, V=V, scale=scale, softcap=softcap,
-        inverse_cap=inverse_cap, LEVELS=LEVELS, SCALED=SCALED, SOFTCAP=SOFTCAP, ACCURACY=ACCURACY,
+        target_ptr=target_ptr, bias_ptr=bias_ptr, M=M, V=V, scales=scales, ARITHMETIC=ARITHMETIC,
+        partials=Partials(top_ptr, total_ptr, spread_ptr, weighted_ptr, chosen_ptr),
     )  # fmt: skip
     term = Term(left=x_desc, right=w_desc, other=None, inner=inner, first=0)
     fence_async_shared()
     specialize(2, _consume, (ring, schedule, gl.cdiv(inner, STEP), given, LEAD), _load, (ring, schedule, term))
-
-
-def statistics(
-    matrices: tuple[Matrix, Matrix],
-    vectors: tuple[torch.Tensor | None, ...],
-    numbers: Sequence[float],
-    capped: bool,
-    accuracy: str,
-    shares: Shares,
-    pipeline: LogitPipeline,
-) -> None:
-    """Fills the partial statistics; ``vectors`` and the last ``numbers`` are those of the kernel's signature."""
-    x, weight = matrices
-    levels = (pipeline.columns // QUAD.value).bit_length() - 1
-    launch(
-        _sm90_statistics_kernel,
-        shares.programs,
-        vectors,
-        (x.columns, weight.rows, shares.tile_columns),
-        (x.rows, shares.bands, shares.group, *numbers),
-        (
-            pipeline.columns, levels, pipeline.step, pipeline.stages, pipeline.lead, numbers[0] != 1.0, capped,
-            accuracy,
-        ),
-        descriptors=(x.descriptor(CONSUMER_ROWS, pipeline.step), weight.descriptor(pipeline.columns, pipeline.step)),
-    )  # fmt: skip

@@ -1,0 +1,243 @@
+"""The products of experts: launches of the sm90 kernels where the plan names them and operands lie so, else generic."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from ..dropout import NO_DROPOUT
+from ..hopper import ALIGNMENT, Matrix, stacked, untransposed
+from ..launching import Launch, ceil_div, prepared
+from ..matmul import generic, sm90
+from ..matmul.arithmetic import Arithmetic
+from ..matmul.sm90.ring import HALF, TILE
+from ..tuning import EpiloguePipeline
+from ..tuning.grouped_gemm import GroupedTiles
+from ..tuning.grouped_gemm_pipelines import CooperativePipeline
+from .sorting import SortedRows
+
+
+class HiddenGradients(NamedTuple):
+    """dZ, dG and w ⊙ H ``[P, N]``, which are 0 in padding, and partial sums of the gradient of w; None if not asked.
+
+    ``partials`` ``[T, P]``: of every row the sums of dH' ⊙ H over the columns of one tile, without the row's weight.
+    """
+
+    dz: torch.Tensor
+    dg: torch.Tensor | None
+    weighted_hidden: torch.Tensor | None
+    partials: torch.Tensor | None
+
+
+def hidden(
+    x: torch.Tensor,
+    w_up: torch.Tensor,
+    w_gate: torch.Tensor | None,
+    b_up: torch.Tensor | None,
+    b_gate: torch.Tensor | None,
+    rows: SortedRows,
+    keep: bool,
+    arithmetic: Arithmetic,
+    *,
+    gathered: bool,
+    tiles: GroupedTiles,
+    pipeline: EpiloguePipeline | None = None,
+    ready: dict[Any, Any] | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    """(H, Z, G) ``[P, N]``, contiguous; Z, and G with a gate, only to ``keep``.
+
+    x has the sorted rows ``[P, K]`` where they are ``gathered``, else tokens ``[M, K]``; weights ``[E, N, K]`` and
+    biases ``[E, N]`` are views of any strides. Nothing is written to tiles of padding.
+    """
+    experts, columns, _ = w_up.shape
+
+    def sm90_launch() -> Launch | None:
+        if pipeline is None or not gathered or not _storable(columns, x.dtype, rows):
+            return None
+        left, weights = untransposed(x), _stacked_alike([w_up] if w_gate is None else [w_up, w_gate], pipeline.step)
+        if left is None or weights is None:
+            return None
+        return sm90.prepare_hidden(
+            left, weights[0], None if w_gate is None else weights[1], columns, keep, arithmetic.activation,
+            arithmetic.accuracy, pipeline, NO_DROPOUT, None, experts, arithmetic.limits,
+        )  # fmt: skip
+
+    def generic_launch() -> Launch:
+        return generic.prepare_hidden(
+            x, (w_up, w_gate), (b_up, b_gate), rows.capacity, columns, arithmetic, tiles, order=rows.order(gathered)
+        )
+
+    launch, on_sm90 = prepared(ready, ("hidden", keep, gathered), _sm90_or_generic, sm90_launch, generic_launch)
+    found = x.new_empty(rows.capacity, columns)
+    z = torch.empty_like(found) if keep else None
+    g = torch.empty_like(found) if keep and w_gate is not None else None
+    if on_sm90:
+        biases = [None if bias is None else bias.contiguous() for bias in (b_up, b_gate)]
+        order, no_scales = (rows.tile_expert, rows.starts), (None, None, None)
+        launch((x, w_up, w_gate, found, z, g, None, None, None, *biases, None, *order, *no_scales))
+    else:
+        launch((x, w_up, w_gate, found, z, g, b_up, b_gate, None, rows.tile_expert, rows.slots))
+    return found, z, g
+
+
+def hidden_gradient(
+    dy: torch.Tensor,
+    w_down: torch.Tensor,
+    z: torch.Tensor,
+    g: torch.Tensor | None,
+    row_weights: torch.Tensor,
+    rows: SortedRows,
+    keep_hidden: bool,
+    want_weights: bool,
+    arithmetic: Arithmetic,
+    *,
+    in_place: bool,
+    tiles: GroupedTiles,
+    pipeline: EpiloguePipeline | None = None,
+    ready: dict[Any, Any] | None = None,
+) -> HiddenGradients:
+    """From sorted rows dy ``[P, K]``, w_down ``[E, K, N]``, a view of any strides, and z and g ``[P, N]``.
+
+    ``row_weights`` ``[P]``, float32, are what the results of the experts are multiplied by. ``keep_hidden`` asks for
+    w ⊙ H, ``want_weights`` for the partial sums. ``in_place`` dz and dg replace z and g.
+    """
+    experts, _, columns = w_down.shape
+
+    def sm90_launch() -> Launch | None:
+        if pipeline is None or not _storable(columns, dy.dtype, rows):
+            return None
+        down, lefts = stacked(w_down), _untransposed([dy, z] if g is None else [dy, z, g])
+        if down is None or lefts is None or _stacked_alike([w_down.mT], pipeline.step) is None:
+            return None
+        left, first, *gate = lefts
+        return sm90.prepare_hidden_gradient(
+            left, down, first, gate[0] if gate else None, (columns, columns), keep_hidden, False,
+            arithmetic.activation, arithmetic.accuracy, pipeline, NO_DROPOUT, None, experts, arithmetic.limits,
+        )  # fmt: skip
+
+    def generic_launch() -> Launch:
+        strides = columns, columns
+        return generic.prepare_hidden_gradient(dy, w_down, (z, g), strides, arithmetic, tiles, block=rows.block)
+
+    name = "hidden gradient", keep_hidden, want_weights
+    launch, on_sm90 = prepared(ready, name, _sm90_or_generic, sm90_launch, generic_launch)
+    dz, dg = (z, g) if in_place else (torch.empty_like(z), None if g is None else torch.empty_like(g))
+    weighted = torch.empty_like(z) if keep_hidden else None
+    tile_columns = ceil_div(columns, TILE.value if on_sm90 else tiles.block_n)
+    partials = row_weights.new_empty(tile_columns, rows.capacity) if want_weights else None
+    no_low_rank, starts = ((None, None), rows.starts) if on_sm90 else ((), rows.slots)
+    no_scales = (None, None) if on_sm90 else ()
+    launch((
+        dy, w_down, z, g, dz, dg, weighted, *no_low_rank, None, None, None, rows.tile_expert, starts, row_weights,
+        partials, *no_scales,
+    ))  # fmt: skip
+    return HiddenGradients(dz, dg, weighted, partials)
+
+
+def product(
+    pairs: Sequence[tuple[torch.Tensor, torch.Tensor]],
+    bias: torch.Tensor | None,
+    rows: SortedRows,
+    input_precision: str,
+    *,
+    tiles: GroupedTiles,
+    pipeline: CooperativePipeline | None = None,
+    ready: dict[Any, Any] | None = None,
+) -> torch.Tensor:
+    """``Σ a wᵀ + bias`` ``[P, out]`` over one or two pairs of contiguous rows a ``[P, in]`` and w ``[E, out, in]``.
+
+    Weights and the bias ``[E, out]`` are views of any strides. Nothing is written to tiles of padding.
+    """
+    [(a, w), *more] = pairs
+    other, w_other = more[0] if more else (None, None)
+    experts, columns, _ = w.shape
+
+    def sm90_launch() -> Launch | None:
+        if pipeline is None or not _storable(columns, a.dtype, rows):
+            return None
+        lefts = _untransposed([left for left, _ in pairs])
+        weights = _stacked_alike([right for _, right in pairs], pipeline.step)
+        if lefts is None or weights is None or any(left[1:] != lefts[0][1:] for left in lefts):
+            return None
+        return sm90.prepare_product(lefts[0], weights, columns, experts, pipeline)
+
+    def generic_launch() -> Launch:
+        arithmetic = Arithmetic("identity", "exact", input_precision)
+        return generic.prepare_product(a, (w, w_other), bias, arithmetic, tiles, order=rows.order())
+
+    launch, on_sm90 = prepared(ready, ("product", len(pairs)), _sm90_or_generic, sm90_launch, generic_launch)
+    out = a.new_empty(rows.capacity, columns)
+    if on_sm90 and bias is not None:
+        bias = bias.contiguous()
+    launch((a, w, other, w_other, out, bias, rows.tile_expert, rows.starts if on_sm90 else rows.slots))
+    return out
+
+
+def weight_gradient(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    rows: SortedRows,
+    out: torch.Tensor,
+    input_precision: str,
+    *,
+    tiles: GroupedTiles,
+    pipeline: CooperativePipeline | None = None,
+    order: torch.Tensor | None = None,
+    ready: dict[Any, Any] | None = None,
+    name: str = "",
+) -> None:
+    """Fills ``out[e] = a_eᵀ b_e``, a view ``[E, R, C]`` of any strides, from contiguous a ``[P, R]`` and b ``[P, C]``.
+
+    An expert without rows gets zeros. ``order`` names the experts in that of their work, for the sm90 kernel.
+    ``name`` tells the gradients of one call apart in ``ready``.
+    """
+    if out.stride(1) < out.stride(2):
+        # Results are stored along their rows in memory: here those of the operands exchanged.
+        a, b, out = b, a, out.mT
+    experts, units, _ = out.shape
+
+    def sm90_launch() -> Launch | None:
+        # Padding is 0 in both operands. Half of a tile ends where the units of the next expert begin.
+        if pipeline is None or rows.block % pipeline.step or units % HALF.value:
+            return None
+        left, right, gradient = untransposed(a), untransposed(b), stacked(out)
+        if left is None or right is None or gradient is None or gradient.transposed:
+            return None
+        return sm90.prepare_grouped_weight_gradient(left, right, gradient, experts, units, pipeline)
+
+    def generic_launch() -> Launch:
+        return generic.prepare_weight_gradient(a, b, out.stride(), experts, input_precision, tiles)
+
+    launch, on_sm90 = prepared(ready, ("weight gradient", name), _sm90_or_generic, sm90_launch, generic_launch)
+    launch((a, b, out, rows.starts, order) if on_sm90 else (a, b, out, None, rows.starts))
+
+
+def _sm90_or_generic(
+    sm90_launch: Callable[[], Launch | None], generic_launch: Callable[[], Launch]
+) -> tuple[Launch, bool]:
+    """The first launch, or where that is None the second one; and whether it is the first."""
+    launch = sm90_launch()
+    return (generic_launch(), False) if launch is None else (launch, True)
+
+
+def _untransposed(tensors: Sequence[torch.Tensor]) -> list[Matrix] | None:
+    """All of them as TMA reads rows, or None where one does not lie so."""
+    found = [each for each in map(untransposed, tensors) if each is not None]
+    return found if len(found) == len(tensors) else None
+
+
+def _stacked_alike(weights: Sequence[torch.Tensor], step: int) -> list[Matrix] | None:
+    """Weights ``[experts, out, in]`` that are multiplied side by side, or None where they do not lie alike.
+
+    Where weights lie transposed, the inner axis of an expert ends where that of the next one begins: it must be whole
+    steps.
+    """
+    found = [each for each in map(stacked, weights) if each is not None]
+    if len(found) < len(weights) or len({(each.transposed, each.step) for each in found}) > 1:
+        return None
+    return None if found[0].transposed and weights[0].shape[2] % step else found
+
+
+def _storable(columns: int, dtype: torch.dtype, rows: SortedRows) -> bool:
+    """Whether TMA stores contiguous rows of so many columns, and a tile of rows is of one expert."""
+    return columns * dtype.itemsize % ALIGNMENT == 0 and rows.block == TILE.value
