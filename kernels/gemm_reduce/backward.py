@@ -100,6 +100,7 @@ def _weighted_kernel(
     ARITHMETIC: tl.constexpr,
 ):  # fmt: skip
     # KEPT says whose gradient is computed: that of kept, row by row, or that of reduced.
+    ACTIVATION: tl.constexpr = ARITHMETIC[0]
     ACCURACY: tl.constexpr = ARITHMETIC[1]
     INPUT_PRECISION: tl.constexpr = ARITHMETIC[2]
     K_BLOCKS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
@@ -154,7 +155,7 @@ def _weighted_kernel(
             z = add_biases(z, rows, cols, own_bias, other_bias)
             if OP == "logsumexp" and not KEPT:
                 result = of_kept_rows(result_ptr, batch * P, cols, P, 0)
-            w = gradient_weights(z, weight, result, OP, ARITHMETIC[0], ACCURACY)
+            w = gradient_weights(z, weight, result, OP, ACTIVATION, ACCURACY)
             if mask_ptr is not None:
                 masked = cols if KEPT else rows
                 taking = let_in(mask_ptr, mask_strides, batch, masked, masked < taking_rows)

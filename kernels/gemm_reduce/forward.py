@@ -12,7 +12,7 @@ from ..tiles import split_range, store_tile
 from ..tuning import ReduceConfig
 from . import sm90
 from .operands import ReduceOperands, add_biases, entry_rows, exponential, operand_in_units, scores
-from .reduction import Results, finished, finite, larger, nothing, reduce_tile, store_state, summed, wins
+from .reduction import Results, State, finished, finite, larger, nothing, reduce_tile, store_state, summed, wins
 
 _COMBINED = 128  # elements of the result that one program combines from their partials
 
@@ -28,6 +28,7 @@ def _reduce_kernel(
 ):  # fmt: skip
     ACTIVATION: tl.constexpr = ARITHMETIC[0]
     ACCURACY: tl.constexpr = ARITHMETIC[1]
+    INPUT_PRECISION: tl.constexpr = ARITHMETIC[2]
     stride_kz, stride_kp, stride_kk, P = operand_in_units(kept_strides, P, LAYOUTS[0], LAYOUTS[1])
     stride_rz, stride_rr, stride_rk, R = operand_in_units(reduced_strides, R, LAYOUTS[2], LAYOUTS[3])
     program = tl.program_id(0)
@@ -44,25 +45,23 @@ def _reduce_kernel(
     kept_bias = Bias(kept_bias_ptr, 0, bias_strides[0], P)
     reduced_bias = Bias(reduced_bias_ptr, 0, bias_strides[1], entry)
     start, stop = split_range(split, end, splits, BLOCK_R)
-    value = tl.full([BLOCK_P], nothing(OP), tl.float32)
-    exponentials = tl.zeros([BLOCK_P], tl.float32)
-    index = tl.zeros([BLOCK_P], tl.int32) + start
+    zeros = tl.zeros([BLOCK_P], tl.float32)
+    state = State(tl.full([BLOCK_P], nothing(OP), tl.float32), zeros, tl.zeros([BLOCK_P], tl.int32) + start)
     for r in tl.range(start, stop, BLOCK_R):
         cols = r + tl.arange(0, BLOCK_R)
-        c = scores(kept, reduced, rows, cols, zero, K, BLOCK_K, EVEN[0], EVEN[1], ARITHMETIC[2])
+        c = scores(kept, reduced, rows, cols, zero, K, BLOCK_K, EVEN[0], EVEN[1], INPUT_PRECISION)
         c = add_biases(c, rows, cols, kept_bias, reduced_bias)
         if ACTIVATION != "identity":
             c, _ = activate(c, ACTIVATION, ACCURACY)
         if product_ptr is not None:
             stride_cz, stride_cp, stride_cr = product_strides
             store_tile(product_ptr + batch * stride_cz, c, rows, cols, stride_cp, stride_cr, P, entry)
-        value, exponentials, index = reduce_tile(
-            c, (value, exponentials, index), cols, batch, taking_rows, not EVEN[1], mask_ptr, mask_strides, OP,
-            index_ptr is not None, ACCURACY,
-        )  # fmt: skip
+        state = reduce_tile(
+            c, state, cols, batch, taking_rows, not EVEN[1], mask_ptr, mask_strides, OP, index_ptr is not None, ACCURACY
+        )
     at = split.to(tl.int64) * stride_split + batch * P + rows
     results = Results(values_ptr, index_ptr, sums_ptr, counts_ptr)
-    store_state((value, exponentials, index), results, at, rows < P, batch, OP, END)
+    store_state(state, results, at, rows < P, batch, OP, END)
 
 
 @triton.jit(do_not_specialize=["P", "total", "splits"])

@@ -36,6 +36,8 @@ def _one_pass_kernel(
     OP: tl.constexpr, K: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr,
     EVEN_R: tl.constexpr, LAYOUTS: tl.constexpr, ARITHMETIC: tl.constexpr,
 ):  # fmt: skip
+    ACTIVATION: tl.constexpr = ARITHMETIC[0]
+    ACCURACY: tl.constexpr = ARITHMETIC[1]
     INPUT_PRECISION: tl.constexpr = ARITHMETIC[2]
     stride_kz, stride_kp, stride_kk, P = operand_in_units(kept_strides, P, LAYOUTS[0], LAYOUTS[1])
     stride_rz, stride_rr, stride_rk, R = operand_in_units(reduced_strides, R, LAYOUTS[2], LAYOUTS[3])
@@ -60,7 +62,7 @@ def _one_pass_kernel(
         z = add_biases(product(tile, kept.T, INPUT_PRECISION), cols, rows, reduced_bias, kept_bias)
         inside = cols < taking_rows
         taking = inside & let_in(mask_ptr, mask_strides, batch, cols, inside)
-        w = gradient_weights(z, g, result, OP, ARITHMETIC[0], ARITHMETIC[1])
+        w = gradient_weights(z, g, result, OP, ACTIVATION, ACCURACY)
         w = tl.where(taking[:, None] & (rows < P)[None, :], w, 0.0).to(tile.dtype)
         # Rows that do not take part have gradient 0, also where kept is not finite.
         d_tile = tl.where(inside[:, None], product(w, kept, INPUT_PRECISION), 0.0)

@@ -11,6 +11,8 @@ from .operands import exponential, let_in
 
 _NOWHERE = tl.constexpr(2**31 - 1)  # behind every column
 _LOG2E = tl.constexpr(1.4426950408889634)
+# Of some rows, in registers: all numbers but the indices are float32.
+State = namedtuple("State", "value exponentials index")
 # Where states go: values, indices and sums of exponentials, or None; and what mean divides by, for each batch entry.
 Results = namedtuple("Results", "values_ptr index_ptr sums_ptr counts_ptr")
 
@@ -100,7 +102,7 @@ def reduce_tile(
                 found = tl.reduce(tl.where(hit, tl.expand_dims(cols, 0), _NOWHERE), 1, _earlier)
                 index = tl.where(wins(highest, value), found, index)
             value = larger(value, highest)
-    return value, exponentials, index
+    return State(value, exponentials, index)
 
 
 @triton.jit

@@ -22,7 +22,7 @@ from ...matmul.sm90.roles import specialize
 from ...tiles import split_range
 from ...tuning import CONSUMER_ROWS, Sm90ReduceConfig
 from ..operands import ReduceOperands, entry_rows
-from ..reduction import Results, nothing, reduce_tile, store_state
+from ..reduction import Results, State, nothing, reduce_tile, store_state
 
 
 @resources
@@ -93,9 +93,10 @@ def _consume(
         if IN_REGISTERS:
             kept_tile = kept_tile.load(gl.DotOperandLayout(0, layout, 2))
             release_after_load(kept.empty.index(kept_stage))
-        value = gl.full([HALF], nothing(OP), gl.float32, row_layout)
-        exponentials = gl.zeros([HALF], gl.float32, row_layout)
-        index = gl.zeros([HALF], gl.int32, row_layout)
+        state = State(
+            gl.full([HALF], nothing(OP), gl.float32, row_layout), gl.zeros([HALF], gl.float32, row_layout),
+            gl.zeros([HALF], gl.int32, row_layout),
+        )  # fmt: skip
         for r in range(first, end, BLOCK):
             stage = wait_full(reduced, position)
             reduced_tile = rows_first(reduced, stage).permute((1, 0))
@@ -103,8 +104,8 @@ def _consume(
             c = warpgroup_mma_wait(0, [c])
             mbarrier.arrive(reduced.empty.index(stage))
             position += 1
-            value, exponentials, index = reduce_tile(
-                c, (value, exponentials, index), cols + r, batch, end, r + BLOCK > end, mask_ptr, mask_strides, OP,
+            state = reduce_tile(
+                c, state, cols + r, batch, end, r + BLOCK > end, mask_ptr, mask_strides, OP,
                 results.index_ptr is not None, "hardware",
             )  # fmt: skip
         if not IN_REGISTERS:
@@ -113,7 +114,7 @@ def _consume(
         row += consumer * HALF
         rows = gl.arange(0, HALF, row_layout)
         at = split.to(gl.int64) * stride_split + batch.to(gl.int64) * P + row + rows
-        store_state((value, exponentials, index), results, at, rows < P - row, batch, OP, END)
+        store_state(state, results, at, rows < P - row, batch, OP, END)
 
 
 @gluon.jit(do_not_specialize=["stride_split", "kept_step", "reduced_step", "P", "R", "tiles", "row_tiles", "splits"])
