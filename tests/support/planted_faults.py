@@ -41,7 +41,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     _fault(
         "mask of a tile's columns missing", _TILES,
-        "(cols < col_limit)[None, :]\n        return tl.load", "(cols < 2 * col_limit)[None, :]\n        return tl.load",
+        "(cols < col_limit)[None, :]\n        return tl", "(cols < 2 * col_limit)[None, :]\n        return tl",
         "functional/test_ffn sizes_one_at_a_time",
     ),
     _fault(
