@@ -96,8 +96,9 @@ def add_compensated(sums, lost, term):
     """
     term -= lost
     longer = sums + term
+    lost = (longer - sums) - term
     # Infinities leave no remainder: it would be NaN.
-    return longer, tl.where(tl.abs(longer) < float("inf"), (longer - sums) - term, 0.0)
+    return longer, tl.where(tl.abs(longer) < float("inf"), lost, 0.0)
 
 
 _CHAIN = tl.constexpr(32)
