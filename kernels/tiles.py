@@ -43,11 +43,24 @@ def split_range(split, inner, splits, BLOCK_INNER: tl.constexpr):
 
 
 @triton.jit
-def load_tile(base_ptr, rows, cols, stride_row, stride_col, row_limit, col_limit):
-    """The tile ``[rows, cols]`` of a matrix, zero outside ``row_limit × col_limit``. Offsets are 64-bit."""
+def load_tile(
+    base_ptr, rows, cols, stride_row, stride_col, row_limit, col_limit, EVEN_ROWS: tl.constexpr = False,
+    EVEN_COLS: tl.constexpr = False,
+):  # fmt: skip
+    """The tile ``[rows, cols]`` of a matrix, zero outside ``row_limit × col_limit``. Offsets are 64-bit.
+
+    An even axis has no tile that reaches past its limit.
+    """
     offsets = rows.to(tl.int64)[:, None] * stride_row + cols.to(tl.int64)[None, :] * stride_col
-    inside = (rows < row_limit)[:, None] & (cols < col_limit)[None, :]
-    return tl.load(base_ptr + offsets, mask=inside, other=0.0)
+    if EVEN_ROWS and EVEN_COLS:
+        return tl.load(base_ptr + offsets)
+    elif EVEN_ROWS:
+        return tl.load(base_ptr + offsets, mask=(cols < col_limit)[None, :], other=0.0)
+    elif EVEN_COLS:
+        return tl.load(base_ptr + offsets, mask=(rows < row_limit)[:, None], other=0.0)
+    else:
+        inside = (rows < row_limit)[:, None] & (cols < col_limit)[None, :]
+        return tl.load(base_ptr + offsets, mask=inside, other=0.0)
 
 
 @triton.jit
@@ -73,6 +86,19 @@ def only_before(values, cols, N, WHOLE: tl.constexpr):
     if not WHOLE:
         values = tl.where(tl.expand_dims(cols < N, 0), values, 0.0)
     return values
+
+
+@triton.jit
+def add_compensated(sums, lost, term):
+    """(``sums + term``, what that rounds off), to be given with the next term: Kahan's summation.
+
+    It loses as little as torch's sums do.
+    """
+    term -= lost
+    longer = sums + term
+    lost = (longer - sums) - term
+    # Infinities leave no remainder: it would be NaN.
+    return longer, tl.where(tl.abs(longer) < float("inf"), lost, 0.0)
 
 
 _CHAIN = tl.constexpr(32)

@@ -12,7 +12,8 @@ offsets [Z + 1] say which r take part. Where a row does not take part it counts 
 The reduced axis is the column axis of every tile, so that a reduction stays inside a group of warps. Where the tiles of
 the kept axis do not fill the device the reduced axis is split; float32 partials are combined in a fixed order.
 Of equal values the first index wins, and the first NaN wins over everything, as in torch.max.
-Gradients are described in ``backward.py``; ``one_pass.py`` computes both at once where few rows are kept.
+``reduction.py`` has what becomes of a tile, for the generic and the sm90 kernel alike. Gradients are described in
+``backward.py``; ``one_pass.py`` computes both at once where few rows are kept.
 """
 
 from .backward import kept_gradient, reduced_gradient, route

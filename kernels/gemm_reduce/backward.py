@@ -14,14 +14,25 @@ the same bits every time. Elsewhere W is computed again from Z. One kernel multi
 whose gradient it computes, and loops over the columns, which are the rows of the other operand.
 """
 
-import torch
+from torch import Tensor
 
 from ..activations import activate, through_activation
 from ..device import tl, triton
 from ..launching import Launch, ceil_div, prepared
-from ..tiles import add_product, product, store_tile
+from ..matmul.arithmetic import Arithmetic
+from ..matmul.generic.operands import Bias, Operand
+from ..tiles import add_compensated, add_product, load_tile, product, store_tile
 from ..tuning import ReduceConfig
-from .operands import ReduceOperands, add_biases, entry_rows, gradient_weights, load_block, operand_in_units, scores
+from .operands import (
+    ReduceOperands,
+    add_biases,
+    entry_rows,
+    gradient_weights,
+    let_in,
+    of_kept_rows,
+    operand_in_units,
+    scores,
+)
 
 _ROUTED = 32  # kept rows of a program of the first kernel
 
@@ -36,21 +47,15 @@ def _routing_kernel(
 ):  # fmt: skip
     stride_kz, stride_kp, stride_kk = kept_strides
     stride_rz, stride_rr, stride_rk = reduced_strides
-    stride_kept_bias, stride_reduced_bias = bias_strides
-    stride_mask_z, stride_mask_r = mask_strides
-    stride_lengths, stride_offsets = entry_strides
     program = tl.program_id(0)
     tiles = tl.cdiv(P, BLOCK_P)
     batch = (program // tiles).to(tl.int64)
     rows = (program % tiles) * BLOCK_P + tl.arange(0, BLOCK_P)
     row_ok = rows < P
-    first_row, taking_rows, _ = entry_rows(batch, lengths_ptr, offsets_ptr, stride_lengths, stride_offsets, R)
+    first_row, taking_rows, _ = entry_rows(batch, lengths_ptr, offsets_ptr, entry_strides, R)
     index = tl.load(index_ptr + batch * P + rows, mask=row_ok, other=0)
     # Where no row takes part the index is 0, and the result a constant.
-    taking = row_ok & (index < taking_rows)
-    if mask_ptr is not None:
-        mask_at = mask_ptr + batch * stride_mask_z + index.to(tl.int64) * stride_mask_r
-        taking = taking & (tl.load(mask_at, mask=taking, other=0) != 0)
+    taking = let_in(mask_ptr, mask_strides, batch, index, row_ok & (index < taking_rows))
     weight = tl.load(g_ptr + batch * P + rows, mask=taking, other=0.0)
     kept_at = kept_ptr + batch * stride_kz + rows.to(tl.int64)[:, None] * stride_kp
     found_at = reduced_ptr + batch * stride_rz + (first_row + index)[:, None] * stride_rr
@@ -62,9 +67,9 @@ def _routing_kernel(
             kept_tile = tl.load(kept_at + inner * stride_kk, mask=inside, other=0.0).to(tl.float32)
             z += tl.sum(kept_tile * tl.load(found_at + inner * stride_rk, mask=inside, other=0.0).to(tl.float32), 1)
         if kept_bias_ptr is not None:
-            z += tl.load(kept_bias_ptr + rows.to(tl.int64) * stride_kept_bias, mask=taking, other=0.0).to(tl.float32)
+            z += tl.load(kept_bias_ptr + rows.to(tl.int64) * bias_strides[0], mask=taking, other=0.0).to(tl.float32)
         if reduced_bias_ptr is not None:
-            bias_at = reduced_bias_ptr + index.to(tl.int64) * stride_reduced_bias
+            bias_at = reduced_bias_ptr + index.to(tl.int64) * bias_strides[1]
             z += tl.load(bias_at, mask=taking, other=0.0).to(tl.float32)
         c, slope = activate(z, ACTIVATION, ACCURACY)
         if OP == "absmax":
@@ -94,122 +99,88 @@ def _weighted_kernel(
     BLOCK_K: tl.constexpr, EVEN_ROWS: tl.constexpr, EVEN_COLS: tl.constexpr, LAYOUTS: tl.constexpr,
     ARITHMETIC: tl.constexpr,
 ):  # fmt: skip
+    # KEPT says whose gradient is computed: that of kept, row by row, or that of reduced.
     ACTIVATION: tl.constexpr = ARITHMETIC[0]
     ACCURACY: tl.constexpr = ARITHMETIC[1]
     INPUT_PRECISION: tl.constexpr = ARITHMETIC[2]
+    K_BLOCKS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
     stride_kz, stride_kp, stride_kk, P = operand_in_units(kept_strides, P, LAYOUTS[0], LAYOUTS[1])
     stride_rz, stride_rr, stride_rk, R = operand_in_units(reduced_strides, R, LAYOUTS[2], LAYOUTS[3])
-    stride_kept_bias, stride_reduced_bias = bias_strides
-    stride_mask_z, stride_mask_r = mask_strides
-    stride_lengths, stride_offsets = entry_strides
-    # KEPT says whose gradient is computed: that of kept, row by row, or that of reduced.
     program = tl.program_id(0)
-    K_BLOCKS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
-    if KEPT:
-        tiles = tl.cdiv(P, BLOCK_ROWS)
-    else:
-        tiles = tl.cdiv(R, BLOCK_ROWS)
+    tiles = tl.cdiv(P if KEPT else R, BLOCK_ROWS)
     out_cols = (program % K_BLOCKS) * BLOCK_K + tl.arange(0, BLOCK_K)
     batch = (program // K_BLOCKS // tiles).to(tl.int64)
     row_start = (program // K_BLOCKS % tiles) * BLOCK_ROWS
     rows = row_start + tl.arange(0, BLOCK_ROWS)
-    first_row, taking_rows, entry = entry_rows(batch, lengths_ptr, offsets_ptr, stride_lengths, stride_offsets, R)
-    kept_ptr += batch * stride_kz
-    reduced_ptr += batch * stride_rz + first_row * stride_rr
-    weight_ptr += batch * P
+    first_row, taking_rows, entry = entry_rows(batch, lengths_ptr, offsets_ptr, entry_strides, R)
+    kept = Operand(kept_ptr + batch * stride_kz, 0, stride_kp, stride_kk, P, K)
+    reduced = Operand(
+        reduced_ptr + batch * stride_rz + first_row * stride_rr, 0, stride_rr, stride_rk, taking_rows, K
+    )  # fmt: skip
+    kept_bias = Bias(kept_bias_ptr, 0, bias_strides[0], P)
+    reduced_bias = Bias(reduced_bias_ptr, 0, bias_strides[1], taking_rows)
     if KEPT:
-        row_ptr, stride_row, stride_row_k, row_limit = kept_ptr, stride_kp, stride_kk, P
-        col_ptr, stride_col, stride_col_k, col_limit = reduced_ptr, stride_rr, stride_rk, taking_rows
-        row_bias_ptr, col_bias_ptr = kept_bias_ptr, reduced_bias_ptr
-        stride_row_bias, stride_col_bias = stride_kept_bias, stride_reduced_bias
+        own, other, own_bias, other_bias = kept, reduced, kept_bias, reduced_bias
         end = taking_rows
-        row_weight = tl.load(weight_ptr + rows, mask=rows < P, other=0.0)[:, None]
-        if OP == "logsumexp":
-            row_result = tl.load(result_ptr + batch * P + rows, mask=rows < P, other=0.0)[:, None]
+        weight = of_kept_rows(weight_ptr, batch * P, rows, P, 1)
     else:
-        row_ptr, stride_row, stride_row_k, row_limit = reduced_ptr, stride_rr, stride_rk, taking_rows
-        col_ptr, stride_col, stride_col_k, col_limit = kept_ptr, stride_kp, stride_kk, P
-        row_bias_ptr, col_bias_ptr = reduced_bias_ptr, kept_bias_ptr
-        stride_row_bias, stride_col_bias = stride_reduced_bias, stride_kept_bias
+        own, other, own_bias, other_bias = reduced, kept, reduced_bias, kept_bias
         end = tl.where(row_start < taking_rows, P, 0)
+    if OP != "logsumexp":
+        result = 0.0
+    elif KEPT:
+        result = of_kept_rows(result_ptr, batch * P, rows, P, 1)
     acc = tl.zeros([BLOCK_ROWS, BLOCK_K], tl.float32)
     sums = tl.zeros([BLOCK_ROWS], tl.float32)
     lost = tl.zeros([BLOCK_ROWS], tl.float32)
     if K <= BLOCK_K and OP != "index":
-        row_tile = load_block(row_ptr, rows, out_cols, stride_row, stride_row_k, row_limit, K, EVEN_ROWS, K == BLOCK_K)
+        own_tile = load_tile(
+            own.ptr, rows, out_cols, own.stride_row, own.stride_inner, own.rows, K, EVEN_ROWS, K == BLOCK_K
+        )  # fmt: skip
     for start in tl.range(0, end, BLOCK_COLS):
         cols = start + tl.arange(0, BLOCK_COLS)
-        col_tile = load_block(
-            col_ptr, cols, out_cols, stride_col, stride_col_k, col_limit, K, EVEN_COLS, K % BLOCK_K == 0
-        )
-        if KEPT:
-            weight = row_weight
-        else:
-            weight = tl.load(weight_ptr + cols, mask=cols < P, other=0.0)[None, :]
+        tile = load_tile(
+            other.ptr, cols, out_cols, other.stride_row, other.stride_inner, other.rows, K, EVEN_COLS, K % BLOCK_K == 0
+        )  # fmt: skip
+        if not KEPT:
+            weight = of_kept_rows(weight_ptr, batch * P, cols, P, 0)
         if OP == "index":
             index = tl.load(index_ptr + batch * P + cols, mask=cols < P, other=-1)
             w = tl.where(rows[:, None] == index[None, :], weight, 0.0)
         else:
             if K <= BLOCK_K:
-                z = product(row_tile, col_tile.T, INPUT_PRECISION)
+                z = product(own_tile, tile.T, INPUT_PRECISION)
             else:
-                z = scores(
-                    row_ptr, col_ptr, rows, cols, stride_row, stride_row_k, stride_col, stride_col_k,
-                    row_limit, col_limit, zero, K, BLOCK_K, EVEN_ROWS, EVEN_COLS, INPUT_PRECISION,
-                )  # fmt: skip
-            z = add_biases(
-                z, rows, cols, row_bias_ptr, col_bias_ptr, stride_row_bias, stride_col_bias, row_limit, col_limit
-            )
-            result = 0.0
-            if OP == "logsumexp":
-                if KEPT:
-                    result = row_result
-                else:
-                    result = tl.load(result_ptr + batch * P + cols, mask=cols < P, other=0.0)[None, :]
+                z = scores(own, other, rows, cols, zero, K, BLOCK_K, EVEN_ROWS, EVEN_COLS, INPUT_PRECISION)
+            z = add_biases(z, rows, cols, own_bias, other_bias)
+            if OP == "logsumexp" and not KEPT:
+                result = of_kept_rows(result_ptr, batch * P, cols, P, 0)
             w = gradient_weights(z, weight, result, OP, ACTIVATION, ACCURACY)
             if mask_ptr is not None:
-                if KEPT:
-                    at = mask_ptr + batch * stride_mask_z + cols.to(tl.int64) * stride_mask_r
-                    w = tl.where((tl.load(at, mask=cols < taking_rows, other=0) != 0)[None, :], w, 0.0)
-                else:
-                    at = mask_ptr + batch * stride_mask_z + rows.to(tl.int64) * stride_mask_r
-                    w = tl.where((tl.load(at, mask=rows < taking_rows, other=0) != 0)[:, None], w, 0.0)
+                masked = cols if KEPT else rows
+                taking = let_in(mask_ptr, mask_strides, batch, masked, masked < taking_rows)
+                w = tl.where(tl.expand_dims(taking, 0 if KEPT else 1), w, 0.0)
             if not EVEN_COLS:
-                w = tl.where((cols < col_limit)[None, :], w, 0.0)
+                w = tl.where((cols < other.rows)[None, :], w, 0.0)
         if sums_ptr is not None:
             if ACCURACY == "exact":
-                # What an addition rounds away is part of the next term (Kahan's summation), as torch loses little too.
-                term = tl.sum(w, 1) - lost
-                longer = sums + term
-                lost = (longer - sums) - term
-                # Infinities leave no remainder: it would be NaN.
-                lost = tl.where(tl.abs(longer) < float("inf"), lost, 0.0)
-                sums = longer
+                sums, lost = add_compensated(sums, lost, tl.sum(w, 1))
             else:
                 sums += tl.sum(w, 1)
         if d_rows_ptr is not None:
-            acc = add_product(acc, w.to(col_tile.dtype), col_tile, zero, INPUT_PRECISION)
-    if KEPT:
-        limit = P
-    else:
+            acc = add_product(acc, w.to(tile.dtype), tile, zero, INPUT_PRECISION)
+    if not KEPT:
         # Rows that do not take part have gradient 0.
-        taking = rows < taking_rows
-        acc = tl.where(taking[:, None], acc, 0.0)
-        sums = tl.where(taking, sums, 0.0)
-        limit = entry
+        acc = tl.where((rows < taking_rows)[:, None], acc, 0.0)
+        sums = tl.where(rows < taking_rows, sums, 0.0)
+    limit = P if KEPT else entry
     if d_rows_ptr is not None:
         store_tile(d_rows_ptr + batch * stride_dz + first_row * (0 if KEPT else K), acc, rows, out_cols, K, 1, limit, K)
     if sums_ptr is not None:
-        if KEPT:
-            sums_ptr += batch * P
-        else:
-            sums_ptr += batch * R
-        tl.store(sums_ptr + rows, sums, mask=(rows < limit) & (program % K_BLOCKS == 0))
+        tl.store(sums_ptr + batch * (P if KEPT else R) + rows, sums, mask=(rows < limit) & (program % K_BLOCKS == 0))
 
 
-def route(
-    operands: ReduceOperands, g: torch.Tensor, index: torch.Tensor, *, kept_gradient: bool
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+def route(operands: ReduceOperands, g: Tensor, index: Tensor, *, kept_gradient: bool) -> tuple[Tensor, Tensor | None]:
     """For max, min and absmax: (W at the index, float32 ``[Z, P]``; d_kept ``[Z, P, K]`` if asked for).
 
     g is float32 ``[Z, P]``, index int32 ``[Z, P]``, both contiguous.
@@ -236,52 +207,38 @@ def _prepare_route(operands: ReduceOperands) -> Launch:
 
 
 def kept_gradient(
-    operands: ReduceOperands,
-    g: torch.Tensor,
-    result: torch.Tensor | None,
-    *,
-    matrix: bool,
-    bias: bool,
-    tiles: ReduceConfig,
-) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    operands: ReduceOperands, g: Tensor, saved: Tensor | None, *, matrix: bool, bias: bool, tiles: ReduceConfig
+) -> tuple[Tensor | None, Tensor | None]:
     """For sum, mean, sumsq and logsumexp: (d_kept ``[Z, P, K]``, Σ_r W float32 ``[Z, P]``), each if asked for.
 
-    g is float32 ``[Z, P]``, already divided by the counts for mean; result is D in float32, for logsumexp, or the
+    g is float32 ``[Z, P]``, already divided by the counts for mean; saved is D in float32, for logsumexp, or the
     first half of the shares of :func:`reduce`, where g is already divided by the second. Both are contiguous.
     """
-    return _weighted(operands, True, operands.arithmetic.op, g, None, result, matrix, bias, tiles)
+    return _weighted(operands, True, operands.arithmetic.op, g, saved, matrix, bias, tiles)
 
 
 def reduced_gradient(
-    operands: ReduceOperands,
-    g: torch.Tensor,
-    saved: torch.Tensor | None,
-    *,
-    matrix: bool,
-    bias: bool,
-    tiles: ReduceConfig,
-) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    operands: ReduceOperands, g: Tensor, saved: Tensor | None, *, matrix: bool, bias: bool, tiles: ReduceConfig
+) -> tuple[Tensor | None, Tensor | None]:
     """(d_reduced, of the shape of reduced and contiguous; Σ_p W float32 ``[Z, R]``), each if asked for.
 
     For max, min and absmax g is the W of :func:`route` and saved the index; else they are those of
     :func:`kept_gradient`.
     """
-    if operands.arithmetic.op in ("max", "min", "absmax"):
-        return _weighted(operands, False, "index", g, saved, None, matrix, bias, tiles)
-    return _weighted(operands, False, operands.arithmetic.op, g, None, saved, matrix, bias, tiles)
+    indexed = operands.arithmetic.op in ("max", "min", "absmax")
+    return _weighted(operands, False, "index" if indexed else operands.arithmetic.op, g, saved, matrix, bias, tiles)
 
 
 def _weighted(
     operands: ReduceOperands,
     of_kept: bool,
     op: str,
-    g: torch.Tensor,
-    index: torch.Tensor | None,
-    result: torch.Tensor | None,
+    g: Tensor,
+    saved: Tensor | None,
     matrix: bool,
     bias: bool,
     tiles: ReduceConfig,
-) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+) -> tuple[Tensor | None, Tensor | None]:
     batch, kept, reduced, width = operands.sizes()
     rows = kept if of_kept else reduced
     # Packed rows lie behind one another, whichever entry they belong to.
@@ -291,13 +248,13 @@ def _weighted(
     launch = prepared(
         operands.ready, ("weighted", of_kept, matrix, bias), _prepare_weighted, operands, of_kept, op, tiles
     )
+    index, result = (saved, None) if op == "index" else (None, saved)
     launch((*operands.pointers(), g, index, result, d_rows, sums))
     return d_rows, sums
 
 
 def _prepare_weighted(operands: ReduceOperands, of_kept: bool, op: str, tiles: ReduceConfig) -> Launch:
     batch, kept, reduced, width = operands.sizes()
-    arithmetic = operands.arithmetic
     rows, cols = (kept, reduced) if of_kept else (reduced, kept)
     packed = operands.reduced.dim() == 2 and not of_kept
     even_rows = (operands.whole or of_kept) and rows % tiles.block_p == 0
@@ -309,7 +266,7 @@ def _prepare_weighted(operands: ReduceOperands, of_kept: bool, op: str, tiles: R
         (kept, reduced, 0.0),
         (
             of_kept, op, width, tiles.block_p, tiles.block_r, tiles.block_k, even_rows, even_cols, operands.units(),
-            arithmetic.names,
+            Arithmetic.of(operands.arithmetic).constants,
         ),
         tiles.num_warps,
         tiles.num_stages,

@@ -7,16 +7,24 @@ goes through a range of reduced rows, and computes each tile of W, transposed, o
     d_kept    = W reduced   summed over the range; float32 partials of the ranges are added up in a fixed order
 """
 
-from typing import Any
-
 import torch
 
 from ..device import tl, triton
 from ..launching import Launch, prepared
+from ..matmul.arithmetic import Arithmetic
+from ..matmul.generic.operands import Bias
 from ..partials import split_size, summed_over_splits
-from ..tiles import add_product, product, split_range, store_tile
+from ..tiles import add_product, load_tile, product, split_range, store_tile
 from ..tuning import ReduceConfig
-from .operands import ReduceOperands, add_biases, entry_rows, gradient_weights, load_block, operand_in_units
+from .operands import (
+    ReduceOperands,
+    add_biases,
+    entry_rows,
+    gradient_weights,
+    let_in,
+    of_kept_rows,
+    operand_in_units,
+)
 
 
 @triton.jit(do_not_specialize=["P", "R", "splits", "split_elements", "zero"])
@@ -33,37 +41,31 @@ def _one_pass_kernel(
     INPUT_PRECISION: tl.constexpr = ARITHMETIC[2]
     stride_kz, stride_kp, stride_kk, P = operand_in_units(kept_strides, P, LAYOUTS[0], LAYOUTS[1])
     stride_rz, stride_rr, stride_rk, R = operand_in_units(reduced_strides, R, LAYOUTS[2], LAYOUTS[3])
-    stride_kept_bias, stride_reduced_bias = bias_strides
-    stride_mask_z, stride_mask_r = mask_strides
-    stride_lengths, stride_offsets = entry_strides
     batch = (tl.program_id(0) // splits).to(tl.int64)
     split = tl.program_id(0) % splits
-    _, taking_rows, _ = entry_rows(batch, lengths_ptr, offsets_ptr, stride_lengths, stride_offsets, R)
+    _, taking_rows, _ = entry_rows(batch, lengths_ptr, offsets_ptr, entry_strides, R)
     reduced_ptr += batch * stride_rz
     d_reduced_ptr += batch * R * K
+    reduced_bias = Bias(reduced_bias_ptr, 0, bias_strides[1], taking_rows)
+    kept_bias = Bias(kept_bias_ptr, 0, bias_strides[0], P)
     rows, inner = tl.arange(0, BLOCK_P), tl.arange(0, BLOCK_K)
-    kept = load_block(kept_ptr + batch * stride_kz, rows, inner, stride_kp, stride_kk, P, K, False, K == BLOCK_K)
-    g = tl.load(g_ptr + batch * P + rows, mask=rows < P, other=0.0)[None, :]
+    kept = load_tile(kept_ptr + batch * stride_kz, rows, inner, stride_kp, stride_kk, P, K, False, K == BLOCK_K)
+    g = of_kept_rows(g_ptr, batch * P, rows, P, 0)
     result = 0.0
     if OP == "logsumexp":
-        result = tl.load(result_ptr + batch * P + rows, mask=rows < P, other=0.0)[None, :]
+        result = of_kept_rows(result_ptr, batch * P, rows, P, 0)
     start, stop = split_range(split, R, splits, BLOCK_R)
     d_kept = tl.zeros([BLOCK_K, BLOCK_P], tl.float32)
     for first in tl.range(start, stop, BLOCK_R):
         cols = first + tl.arange(0, BLOCK_R)
-        tile = load_block(reduced_ptr, cols, inner, stride_rr, stride_rk, taking_rows, K, EVEN_R, K == BLOCK_K)
-        z = product(tile, kept.T, INPUT_PRECISION)
-        z = add_biases(
-            z, cols, rows, reduced_bias_ptr, kept_bias_ptr, stride_reduced_bias, stride_kept_bias, taking_rows, P
-        )
-        taking = cols < taking_rows
-        if mask_ptr is not None:
-            mask_at = mask_ptr + batch * stride_mask_z + cols.to(tl.int64) * stride_mask_r
-            taking = taking & (tl.load(mask_at, mask=taking, other=0) != 0)
+        tile = load_tile(reduced_ptr, cols, inner, stride_rr, stride_rk, taking_rows, K, EVEN_R, K == BLOCK_K)
+        z = add_biases(product(tile, kept.T, INPUT_PRECISION), cols, rows, reduced_bias, kept_bias)
+        inside = cols < taking_rows
+        taking = inside & let_in(mask_ptr, mask_strides, batch, cols, inside)
         w = gradient_weights(z, g, result, OP, ACTIVATION, ACCURACY)
         w = tl.where(taking[:, None] & (rows < P)[None, :], w, 0.0).to(tile.dtype)
         # Rows that do not take part have gradient 0, also where kept is not finite.
-        d_tile = tl.where((cols < taking_rows)[:, None], product(w, kept, INPUT_PRECISION), 0.0)
+        d_tile = tl.where(inside[:, None], product(w, kept, INPUT_PRECISION), 0.0)
         store_tile(d_reduced_ptr, d_tile, cols, inner, K, 1, R, K)
         d_kept = add_product(d_kept, tile.T, w, zero, INPUT_PRECISION)
     d_kept_ptr += split.to(tl.int64) * split_elements + batch * P * K
@@ -81,12 +83,11 @@ def both_gradients(
     batch, kept, reduced, width = operands.sizes()
     d_reduced = operands.kept.new_empty(batch, reduced, width)
     launch = prepared(operands.ready, "both gradients", _prepare, operands, tiles, splits)
-    sums: dict[Any, Any] = prepared(operands.ready, "sums of both gradients", dict)
 
     def fill(targets: list[torch.Tensor | None], _: int) -> None:
         launch((*operands.pointers(), g, result, targets[0], d_reduced))
 
-    [d_kept] = summed_over_splits(operands.kept, [(batch, kept, width)], splits, fill, sums)
+    [d_kept] = summed_over_splits(operands.kept, [(batch, kept, width)], splits, fill, operands.ready)
     assert d_kept is not None
     return d_kept, d_reduced
 
@@ -108,7 +109,7 @@ def _prepare(operands: ReduceOperands, tiles: ReduceConfig, splits: int) -> Laun
         (kept, reduced, splits, split_size([(batch, kept, width)], splits), 0.0),
         (
             arithmetic.op, width, tiles.block_p, tiles.block_r, tiles.block_k,
-            operands.whole and reduced % tiles.block_r == 0, units, arithmetic.names,
+            operands.whole and reduced % tiles.block_r == 0, units, Arithmetic.of(arithmetic).constants,
         ),
         tiles.num_warps,
         stages,

@@ -8,27 +8,11 @@ import torch
 from ..activations import activate, exact_exp, through_activation
 from ..device import tl, triton
 from ..launching import lines, vector_unit
-from ..tiles import add_product, in_units, load_vector, product, strides_in_units
+from ..matmul.generic.epilogues import add_bias
+from ..matmul.generic.operands import strides
+from ..tiles import add_product, in_units, load_tile, load_vector, product, strides_in_units
 
 OPERATIONS = ("sum", "mean", "max", "min", "absmax", "sumsq", "logsumexp")
-
-
-@triton.jit
-def load_block(
-    base_ptr, rows, cols, stride_row, stride_col, row_limit, col_limit, EVEN_ROWS: tl.constexpr,
-    EVEN_COLS: tl.constexpr,
-):  # fmt: skip
-    """The tile ``[rows, cols]`` of a matrix, zero outside its limits; an even axis has no tile that reaches past it."""
-    offsets = rows.to(tl.int64)[:, None] * stride_row + cols.to(tl.int64)[None, :] * stride_col
-    if EVEN_ROWS and EVEN_COLS:
-        return tl.load(base_ptr + offsets)
-    elif EVEN_ROWS:
-        return tl.load(base_ptr + offsets, mask=(cols < col_limit)[None, :], other=0.0)
-    elif EVEN_COLS:
-        return tl.load(base_ptr + offsets, mask=(rows < row_limit)[:, None], other=0.0)
-    else:
-        inside = (rows < row_limit)[:, None] & (cols < col_limit)[None, :]
-        return tl.load(base_ptr + offsets, mask=inside, other=0.0)
 
 
 @triton.jit
@@ -41,48 +25,52 @@ def operand_in_units(strides, rows, TRANSPOSED: tl.constexpr, UNIT: tl.constexpr
 
 
 @triton.jit
-def entry_rows(batch, lengths_ptr, offsets_ptr, stride_lengths, stride_offsets, R):
+def entry_rows(batch, lengths_ptr, offsets_ptr, strides, R):
     """(first row in memory, rows that may take part, rows there are) of the reduced side of one batch entry."""
     if offsets_ptr is not None:
-        first = tl.load(offsets_ptr + batch * stride_offsets).to(tl.int64)
-        rows = (tl.load(offsets_ptr + (batch + 1) * stride_offsets).to(tl.int64) - first).to(tl.int32)
-        taking = rows
+        first = tl.load(offsets_ptr + batch * strides[1]).to(tl.int64)
+        rows = (tl.load(offsets_ptr + (batch + 1) * strides[1]).to(tl.int64) - first).to(tl.int32)
     else:
         first = batch * 0
         rows = R
-        taking = R
+    taking = rows
     if lengths_ptr is not None:
-        taking = tl.minimum(tl.load(lengths_ptr + batch * stride_lengths).to(tl.int32), taking)
+        taking = tl.minimum(tl.load(lengths_ptr + batch * strides[0]).to(tl.int32), taking)
     return first, taking, rows
 
 
 @triton.jit
+def let_in(mask_ptr, strides, batch, rows, taking):
+    """Which of the reduced rows ``taking`` part the mask lets in; all of them without a mask."""
+    if mask_ptr is not None:
+        at = mask_ptr + batch.to(tl.int64) * strides[0] + rows.to(tl.int64) * strides[1]
+        taking = tl.load(at, mask=taking, other=0) != 0
+    return taking
+
+
+@triton.jit
 def scores(
-    row_ptr, col_ptr, rows, cols, stride_row, stride_row_k, stride_col, stride_col_k, row_limit, col_limit, zero,
-    K: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_ROWS: tl.constexpr, EVEN_COLS: tl.constexpr,
-    INPUT_PRECISION: tl.constexpr,
+    left, right, rows, cols, zero, K: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_ROWS: tl.constexpr,
+    EVEN_COLS: tl.constexpr, INPUT_PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The tile of products of rows of two matrices in float32, ``BLOCK_K`` of their inner dimension at once.
 
     Of float32 it takes 32, as the forward pass does: exponentials and slopes of a product that was rounded in another
     order would not be those of the result.
     """
-    if K <= BLOCK_K:
-        inner = tl.arange(0, BLOCK_K)
-        left = load_block(row_ptr, rows, inner, stride_row, stride_row_k, row_limit, K, EVEN_ROWS, K == BLOCK_K)
-        right = load_block(col_ptr, inner, cols, stride_col_k, stride_col, K, col_limit, K == BLOCK_K, EVEN_COLS)
-        return product(left, right, INPUT_PRECISION)
-    else:
-        SINGLE: tl.constexpr = row_ptr.dtype.element_ty == tl.float32
-        STEP: tl.constexpr = 32 if SINGLE and BLOCK_K > 32 else BLOCK_K
-        EVEN_K: tl.constexpr = K % STEP == 0
-        z = tl.zeros([rows.shape[0], cols.shape[0]], tl.float32)
-        for k in tl.range(0, K, STEP):
-            inner = k + tl.arange(0, STEP)
-            left = load_block(row_ptr, rows, inner, stride_row, stride_row_k, row_limit, K, EVEN_ROWS, EVEN_K)
-            right = load_block(col_ptr, inner, cols, stride_col_k, stride_col, K, col_limit, EVEN_K, EVEN_COLS)
-            z = add_product(z, left, right, zero, INPUT_PRECISION)
-        return z
+    SINGLE: tl.constexpr = left.ptr.dtype.element_ty == tl.float32
+    STEP: tl.constexpr = 32 if SINGLE and BLOCK_K > 32 and K > BLOCK_K else BLOCK_K
+    EVEN_K: tl.constexpr = K % STEP == 0
+    z = tl.zeros([rows.shape[0], cols.shape[0]], tl.float32)
+    for k in tl.range(0, K, STEP):
+        inner = k + tl.arange(0, STEP)
+        a = load_tile(left.ptr, rows, inner, left.stride_row, left.stride_inner, left.rows, K, EVEN_ROWS, EVEN_K)
+        b = load_tile(right.ptr, inner, cols, right.stride_inner, right.stride_row, K, right.rows, EVEN_K, EVEN_COLS)
+        if K <= BLOCK_K:
+            z = product(a, b, INPUT_PRECISION)
+        else:
+            z = add_product(z, a, b, zero, INPUT_PRECISION)
+    return z
 
 
 @triton.jit
@@ -92,6 +80,12 @@ def exponential(x, ACCURACY: tl.constexpr):
         return tl.where(x < -104.0, 0.0, exact_exp(x))
     else:
         return tl.exp(x)
+
+
+@triton.jit
+def of_kept_rows(ptr, first, rows, P, AXIS: tl.constexpr):
+    """Numbers of some kept rows, of an entry that begins at ``first``; they broadcast along ``AXIS`` of a tile."""
+    return tl.expand_dims(tl.load(ptr + first + rows, mask=rows < P, other=0.0), AXIS)
 
 
 @triton.jit
@@ -110,13 +104,11 @@ def gradient_weights(z, g, result, OP: tl.constexpr, ACTIVATION: tl.constexpr, A
 
 
 @triton.jit
-def add_biases(z, rows, cols, row_bias_ptr, col_bias_ptr, stride_row_bias, stride_col_bias, row_limit, col_limit):
+def add_biases(z, rows, cols, row_bias, col_bias):
     """``z`` with the biases that there are, of its rows and of its columns."""
-    if row_bias_ptr is not None:
-        z += load_vector(row_bias_ptr, rows, stride_row_bias, row_limit)[:, None]
-    if col_bias_ptr is not None:
-        z += load_vector(col_bias_ptr, cols, stride_col_bias, col_limit)[None, :]
-    return z
+    if row_bias.ptr is not None:
+        z += load_vector(row_bias.ptr, rows, row_bias.stride, row_bias.columns)[:, None]
+    return add_bias(z, col_bias, 0, cols)
 
 
 @dataclass(frozen=True)
@@ -131,11 +123,6 @@ class ReduceArithmetic:
     activation: str
     input_precision: str
     accuracy: str
-
-    @property
-    def names(self) -> tuple[str, str, str]:
-        """(activation, accuracy, input precision) as kernels take them: one compile-time argument."""
-        return self.activation, self.accuracy, self.input_precision
 
 
 # Not frozen: to set the fields of a frozen one takes three times as long, in every call.
@@ -177,20 +164,15 @@ class ReduceOperands:
 
     def strides(self) -> tuple[tuple[int, ...], ...]:
         """Strides of kept, reduced, biases, the mask, lengths and offsets, in the order of the kernels' signatures."""
-        reduced = self.reduced.stride() if self.reduced.dim() == 3 else (0, *self.reduced.stride())
-        mask = (0, 0) if self.mask is None else self.mask.stride()
-        vectors = (self.kept_bias, self.reduced_bias, self.lengths, self.offsets)
-        kept_bias, reduced_bias, lengths, offsets = (0 if v is None else v.stride(0) for v in vectors)
-        return self.kept.stride(), reduced, (kept_bias, reduced_bias), mask, (lengths, offsets)
+        biases = strides(self.kept_bias, 1) + strides(self.reduced_bias, 1)
+        entries = strides(self.lengths, 1) + strides(self.offsets, 1)
+        return self.kept.stride(), strides(self.reduced, 3), biases, strides(self.mask, 2), entries
 
     def units(self) -> tuple[bool, int, bool, int]:
         """Whether kept lies transposed in memory, and in units of how many elements (``tiles.in_units``); the same of
         reduced."""
-        found: list[bool | int] = []
-        for tensor in (self.kept, self.reduced):
-            transposed, sizes = lines(tensor)
-            found += [transposed, vector_unit(tensor, *sizes)]
-        return tuple(found)  # type: ignore[return-value]
+        (kept_transposed, kept_sizes), (transposed, sizes) = lines(self.kept), lines(self.reduced)
+        return kept_transposed, vector_unit(self.kept, *kept_sizes), transposed, vector_unit(self.reduced, *sizes)
 
     def taking(self) -> torch.Tensor | None:
         """Which rows take part, bool ``[Z, R]``, or None where all of them do; not of packed rows."""
@@ -202,15 +184,12 @@ class ReduceOperands:
     def counts(self) -> torch.Tensor:
         """How many rows take part in each entry, float32 ``[Z]``: what mean divides by."""
         batch, _, reduced, _ = self.sizes()
-        if self.mask is not None:
-            taking = self.taking()
-            assert taking is not None
+        if self.mask is not None and (taking := self.taking()) is not None:
             return taking.sum(-1, dtype=torch.float32)
-        if self.offsets is not None:
-            rows = self.offsets.diff()
-            rows = rows if self.lengths is None else torch.minimum(rows, self.lengths)
-        elif self.lengths is not None:
-            rows = self.lengths.clamp(0, reduced)
-        else:
+        if self.whole:
             return torch.full((batch,), reduced, dtype=torch.float32, device=self.kept.device)
-        return rows.to(torch.float32)
+        if self.offsets is None:
+            assert self.lengths is not None
+            return self.lengths.clamp(0, reduced).to(torch.float32)
+        rows = self.offsets.diff()
+        return (rows if self.lengths is None else torch.minimum(rows, self.lengths)).to(torch.float32)

@@ -1,7 +1,7 @@
 """Late interaction of all pairs of queries and documents, forward and backward, without the similarities.
 
     best[e,p]    = max_j queries[p] · documents[e,j],  chosen[e,p] the first such j     kernels/gemm_reduce
-    scores[q,e]  = Σ_p best[e,p] over the tokens p of query q                           scores.py
+    scores[q,e]  = Σ_p best[e,p] over the tokens p of query q                           forward.py
     dqueries[p]  = Σ_e g[q(p),e] documents[e, chosen[e,p]]                              query_gradient.py
     ddocuments[e,j] = Σ_p (chosen[e,p] = j) g[q(p),e] queries[p]                        document_gradient.py
 

@@ -9,14 +9,17 @@ pass, on the matrix units, in a fixed order.
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ..device import tl, triton
 from ..gemm_reduce import sm90
+from ..gemm_reduce.operands import entry_rows
 from ..launching import Launch, ceil_div, prepared
+from ..matmul.generic.operands import strides
 from ..partials import summed_over_splits
-from ..tiles import add_product, split_range
+from ..tiles import add_product, load_tile, split_range
 from ..tuning import OneHotConfig
-from .operands import MaxSimOperands, as_bytes, stride, token_weights
+from .operands import MaxSimOperands, token_weights
 
 _BLOCK = 1024  # weights of one program
 
@@ -33,7 +36,7 @@ def _weights_kernel(
     document = (program // blocks).to(tl.int64)
     tokens = (program % blocks) * BLOCK + tl.arange(0, BLOCK)
     weight, _ = token_weights(
-        upstream_ptr, token_queries_ptr, query_mask_ptr, tokens, document, stride_gq, stride_gd, stride_mask, LQ, P
+        upstream_ptr, token_queries_ptr, query_mask_ptr, tokens, document, (stride_gq, stride_gd), stride_mask, LQ, P
     )
     if answering_ptr is not None:
         weight = tl.where(tl.load(answering_ptr + document) != 0, weight, 0.0)
@@ -56,8 +59,8 @@ def _block_of_packed(ends_ptr, block, documents):
 
 @triton.jit(do_not_specialize=["stride_split", "D", "L", "P", "blocks", "splits", "zero"])
 def _document_gradient_kernel(
-    queries_ptr, chosen_ptr, weights_ptr, offsets_ptr, ends_ptr, out_ptr,
-    stride_qp, stride_qk, stride_offsets,
+    queries_ptr, out_ptr, chosen_ptr, weights_ptr, offsets_ptr, ends_ptr,
+    query_strides, stride_offsets,
     stride_split, D, L, P, blocks, splits, zero,
     K: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_P: tl.constexpr,
     INPUT_PRECISION: tl.constexpr,
@@ -73,28 +76,25 @@ def _document_gradient_kernel(
         # There are as many programs as the blocks of D documents can be; those that are left over have no rows.
         there = document < D
         document = tl.minimum(document, D - 1)
-        first = tl.load(offsets_ptr + document * stride_offsets).to(tl.int64)
-        length = (tl.load(offsets_ptr + (document + 1) * stride_offsets).to(tl.int64) - first).to(tl.int32)
-        length = tl.where(there, length, 0)
         end = tl.where(there, end, start)
     else:
         document = (block // blocks).to(tl.int64)
         block = block % blocks
+    first, length, _ = entry_rows(document, None, offsets_ptr, (0, stride_offsets), L)
+    if offsets_ptr is not None:
+        length = tl.where(there, length, 0)
+    else:
         first = document * L
-        length = L
     rows = block * BLOCK_L + tl.arange(0, BLOCK_L)
     # The columns of the queries are the rows of this product: weights that are computed must be its second operand,
     # which lies in shared memory. From registers the matrix instructions would wait for one another.
+    EVEN: tl.constexpr = EVEN_P and K % BLOCK_K == 0
     acc = tl.zeros([BLOCK_K, BLOCK_L], tl.float32)
     chosen_ptr += document * P
     weights_ptr += document * P
     for p in tl.range(start, end, BLOCK_P):
         tokens = p + tl.arange(0, BLOCK_P)
-        at = queries_ptr + tokens.to(tl.int64)[None, :] * stride_qp + cols.to(tl.int64)[:, None] * stride_qk
-        if EVEN_P and K % BLOCK_K == 0:
-            tile = tl.load(at)
-        else:
-            tile = tl.load(at, mask=(tokens < P)[None, :] & (cols < K)[:, None], other=0.0)
+        tile = load_tile(queries_ptr, cols, tokens, query_strides[1], query_strides[0], K, P, EVEN, EVEN)
         if EVEN_P:
             chosen = tl.load(chosen_ptr + tokens)
             weight = tl.load(weights_ptr + tokens)
@@ -108,36 +108,34 @@ def _document_gradient_kernel(
 
 
 def document_gradient(
-    operands: MaxSimOperands,
-    chosen: torch.Tensor,
-    upstream: torch.Tensor,
-    splits: int,
-    chunk: int,
-    tiles: OneHotConfig,
-) -> torch.Tensor:
+    operands: MaxSimOperands, chosen: Tensor, upstream: Tensor, splits: int, chunk: int, tiles: OneHotConfig
+) -> Tensor:
     """Contiguous, like the documents, from the chosen tokens ``[D, P]`` and the gradient ``[Q, D]`` of the scores.
 
     ``chunk`` documents at a time, so that the float32 weights of all never lie in memory together.
     """
-    documents = operands.document_count
     queries, token_queries, answering = operands.queries, operands.token_queries(), operands.answering()
+    tokens, packed = queries.shape[0], operands.document_offsets is not None
     if operands.query_mask is not None:
         # A weight of 0 is not enough: what is masked may be NaN.
         queries = queries.masked_fill(~operands.query_mask[:, None], 0)
 
-    def fill(targets: list[torch.Tensor | None], split_size: int) -> None:
-        for first in range(0, documents, chunk):
-            count = min(chunk, documents - first)
-            part = operands.chunk(first, count)
-            (out,) = targets
-            assert out is not None
-            if operands.document_offsets is None:
-                out = out.view(-1)[first * operands.documents[0].numel() :]  # of the chunk, and what follows
-            weights = _weights(
-                part, upstream[:, first : first + count], token_queries,
-                None if answering is None else answering[first : first + count],
-            )  # fmt: skip
-            _one_hot_product(part, queries, chosen[first : first + count], weights, out, split_size, splits, tiles)
+    def fill(targets: list[Tensor | None], split_size: int) -> None:
+        (out,) = targets
+        assert out is not None
+        for span, part in operands.chunks(chunk):
+            gradient, taking = upstream[:, span], None if answering is None else answering[span]
+            # g of each token's query and each document, 0 where one of the two does not take part.
+            weights = torch.empty(part.document_count, tokens, dtype=torch.float32, device=queries.device)
+            launch = prepared(part.ready, "weights", _prepare_weights, part, gradient)
+            launch((gradient, token_queries, part.mask_bytes(), taking, weights))
+            # Of a chunk and what follows, unless offsets say where the chunk begins.
+            rows = out if packed else out.view(-1)[span.start * operands.documents[0].numel() :]
+            offsets, ends = part.document_offsets, None
+            if offsets is not None:
+                ends = ((offsets.diff() + (tiles.block_l - 1)) // tiles.block_l).cumsum(0)
+            product = prepared(part.ready, "product", _prepare_product, part, queries, split_size, splits, tiles)
+            product((queries, rows, chosen[span], weights, offsets, ends))
 
     sums: dict[Any, Any] = prepared(operands.ready, "document sums", dict)
     (found,) = summed_over_splits(operands.documents, [tuple(operands.documents.shape)], splits, fill, sums)
@@ -145,70 +143,33 @@ def document_gradient(
     return found
 
 
-def _weights(
-    operands: MaxSimOperands,
-    upstream: torch.Tensor,
-    token_queries: torch.Tensor | None,
-    answering: torch.Tensor | None,
-) -> torch.Tensor:
-    """g of each token's query and each document, float32 ``[D, P]``; 0 where one of the two does not take part."""
-    tokens, documents = operands.queries.shape[0], operands.document_count
-    weights = torch.empty(documents, tokens, dtype=torch.float32, device=upstream.device)
-    launch = prepared(operands.ready, "weights", _prepare_weights, operands, upstream)
-    launch((upstream, token_queries, as_bytes(operands.query_mask), answering, weights))
-    return weights
-
-
-def _prepare_weights(operands: MaxSimOperands, upstream: torch.Tensor) -> Launch:
+def _prepare_weights(operands: MaxSimOperands, upstream: Tensor) -> Launch:
     tokens = operands.queries.shape[0]
     return Launch(
         _weights_kernel,
         operands.document_count * ceil_div(tokens, _BLOCK),
-        (stride(operands.query_mask),),
+        strides(operands.query_mask, 1),
         (*upstream.stride(), tokens, operands.query_length),
         (_BLOCK,),
     )
 
 
-def _one_hot_product(
-    operands: MaxSimOperands,
-    queries: torch.Tensor,
-    chosen: torch.Tensor,
-    weights: torch.Tensor,
-    out: torch.Tensor,
-    split_size: int,
-    splits: int,
-    tiles: OneHotConfig,
-) -> None:
-    """Fills ``out``, or the partials of the splits, of which ``out`` is the first."""
-    offsets, ends = operands.document_offsets, None
-    launch, on_sm90 = prepared(
-        operands.ready, "one-hot product", _prepare_one_hot_product, operands, queries, split_size, splits, tiles
-    )
-    if on_sm90:
-        launch((queries, out, chosen, weights))
-        return
-    if offsets is not None:
-        ends = ((offsets.diff() + (tiles.block_l - 1)) // tiles.block_l).cumsum(0)
-    launch((queries, chosen, weights, offsets, ends, out))
-
-
-def _prepare_one_hot_product(
-    operands: MaxSimOperands, queries: torch.Tensor, split_size: int, splits: int, tiles: OneHotConfig
-) -> tuple[Launch, bool]:
-    """The launch, and whether it is that of the sm90 kernel."""
+def _prepare_product(
+    operands: MaxSimOperands, queries: Tensor, split_size: int, splits: int, tiles: OneHotConfig
+) -> Launch:
+    """The launch that fills the gradient, or partials of all splits: of Hopper's kernel where that takes the call."""
     documents, (tokens, width) = operands.document_count, queries.shape
     length, offsets = operands.documents.shape[-2], operands.document_offsets
     if splits == 1 and offsets is None and (kept := sm90.takes_one_hot(queries, tiles.sm90)) is not None:
         assert tiles.sm90 is not None
-        return sm90.prepare_one_hot(kept, (documents, length, width), tokens, tiles.sm90), True
+        return sm90.prepare_one_hot(kept, (documents, length, width), tokens, tiles.sm90)
     blocks_each = ceil_div(length, tiles.block_l)
     # Of packed documents at most, without waiting for the lengths.
     blocks = documents * blocks_each if offsets is None else blocks_each + documents
-    launch = Launch(
+    return Launch(
         _document_gradient_kernel,
         blocks * ceil_div(width, tiles.block_k) * splits,
-        (*queries.stride(), stride(offsets)),
+        (queries.stride(), *strides(offsets, 1)),
         (split_size, documents, length, tokens, blocks_each, splits, 0.0),
         (
             width, tiles.block_l, tiles.block_p, tiles.block_k, tokens % tiles.block_p == 0 and splits == 1,
@@ -217,4 +178,3 @@ def _prepare_one_hot_product(
         tiles.num_warps,
         tiles.num_stages,
     )  # fmt: skip
-    return launch, False

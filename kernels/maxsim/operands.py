@@ -1,6 +1,7 @@
 """What a call of these kernels is made of: its tensors, and which tokens and documents count."""
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from ..device import tl, triton
 
 @triton.jit
 def token_weights(
-    upstream_ptr, token_queries_ptr, query_mask_ptr, tokens, document, stride_gq, stride_gd, stride_mask, LQ, P,
+    upstream_ptr, token_queries_ptr, query_mask_ptr, tokens, document, upstream_strides, stride_mask, LQ, P
 ):  # fmt: skip
     """(g of each token's query and one document, which tokens take part); the first is 0 where they do not."""
     takes_part = tokens < P
@@ -20,7 +21,7 @@ def token_weights(
         queries = tl.load(token_queries_ptr + tokens, mask=takes_part, other=0).to(tl.int64)
     else:
         queries = (tokens // LQ).to(tl.int64)
-    at = upstream_ptr + queries * stride_gq + document * stride_gd
+    at = upstream_ptr + queries * upstream_strides[0] + document * upstream_strides[1]
     return tl.load(at, mask=takes_part, other=0.0), takes_part
 
 
@@ -58,19 +59,19 @@ class MaxSimOperands:
         offsets = self.document_offsets
         return self.documents.shape[0] if offsets is None else offsets.shape[0] - 1
 
-    def chunk(self, first: int, count: int) -> "MaxSimOperands":
-        """The same queries and ``count`` documents from ``first`` on."""
-        if count == self.document_count:
-            return self
+    def chunks(self, size: int) -> Iterator[tuple[slice, "MaxSimOperands"]]:
+        """The documents of each chunk of so many, and the same queries with these documents."""
+        count = self.document_count
+        for first in range(0, count, size):
+            span = slice(first, min(first + size, count))
+            yield span, self if span == slice(0, count) else self._part(span)
+
+    def _part(self, span: slice) -> "MaxSimOperands":
         if self.document_offsets is not None:
-            documents, mask, offsets = self.documents, None, self.document_offsets[first : first + count + 1]
-        else:
-            documents, offsets = self.documents[first : first + count], None
-            mask = None if self.document_mask is None else self.document_mask[first : first + count]
-        return MaxSimOperands(
-            self.queries, documents, self.query_length, self.query_mask, mask, self.query_offsets, offsets,
-            self.input_precision,
-        )  # fmt: skip
+            offsets = self.document_offsets[span.start : span.stop + 1]
+            return replace(self, document_offsets=offsets, ready=None)
+        mask = None if self.document_mask is None else self.document_mask[span]
+        return replace(self, documents=self.documents[span], document_mask=mask, ready=None)
 
     def token_queries(self) -> torch.Tensor | None:
         """The query of each token, int64 ``[P]``, where a division does not tell."""
@@ -85,17 +86,6 @@ class MaxSimOperands:
             return (self.document_offsets.diff() > 0).view(torch.uint8)
         return None if self.document_mask is None else self.document_mask.any(1).view(torch.uint8)
 
-    def document_strides(self) -> tuple[int, ...]:
-        """Strides of a document, a token and a dimension; packed documents start where their offsets say."""
-        documents = self.documents
-        return (0, *documents.stride()) if self.document_offsets is not None else documents.stride()
-
-
-def as_bytes(mask: torch.Tensor | None) -> torch.Tensor | None:
-    """A boolean mask as the bytes it is made of."""
-    return None if mask is None else mask.view(torch.uint8)
-
-
-def stride(vector: torch.Tensor | None) -> int:
-    """Of a vector, 0 where there is none."""
-    return 0 if vector is None else vector.stride(0)
+    def mask_bytes(self) -> torch.Tensor | None:
+        """The mask of the queries as kernels read it, uint8 ``[P]``."""
+        return None if self.query_mask is None else self.query_mask.view(torch.uint8)

@@ -6,19 +6,20 @@ import torch
 
 from ..device import tl, triton
 from ..launching import Launch, ceil_div, prepared
+from ..matmul.generic.operands import strides
 from ..partials import split_size, summed_over_splits
 from ..tuning import GatherConfig
-from .operands import MaxSimOperands, as_bytes, stride, token_weights
+from .operands import MaxSimOperands, token_weights
 
 
 @triton.jit(do_not_specialize=["stride_gq", "stride_gd", "stride_split", "D", "P", "LQ", "splits"])
 def _query_gradient_kernel(
     documents_ptr, chosen_ptr, upstream_ptr, token_queries_ptr, query_mask_ptr, offsets_ptr, answering_ptr, out_ptr,
-    stride_de, stride_dl, stride_dk,
-    stride_mask, stride_offsets,
+    document_strides, stride_mask, stride_offsets,
     stride_gq, stride_gd, stride_split, D, P, LQ, splits,
     K: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_K: tl.constexpr, DOCUMENTS: tl.constexpr,
 ):  # fmt: skip
+    stride_de, stride_dl, stride_dk = document_strides
     program = tl.program_id(0)
     split = program % splits
     COLUMNS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
@@ -36,7 +37,7 @@ def _query_gradient_kernel(
             # Past the end the last document is loaded again, and counts 0.
             document = tl.minimum(document, end - 1)
             weight, taking = token_weights(
-                upstream_ptr, token_queries_ptr, query_mask_ptr, tokens, document, stride_gq, stride_gd, stride_mask,
+                upstream_ptr, token_queries_ptr, query_mask_ptr, tokens, document, (stride_gq, stride_gd), stride_mask,
                 LQ, P,
             )  # fmt: skip
             taking &= there
@@ -61,12 +62,8 @@ def query_gradient(
     sums: dict[Any, Any] = prepared(operands.ready, "query sums", dict)
 
     def fill(targets: list[torch.Tensor | None], _: int) -> None:
-        launch(
-            (
-                operands.documents, chosen, upstream, operands.token_queries(), as_bytes(operands.query_mask),
-                operands.document_offsets, operands.answering(), *targets,
-            )
-        )  # fmt: skip
+        given = (operands.documents, chosen, upstream, operands.token_queries(), operands.mask_bytes())
+        launch((*given, operands.document_offsets, operands.answering(), *targets))
 
     (found,) = summed_over_splits(operands.queries, [operands.queries.shape], splits, fill, sums)
     assert found is not None
@@ -78,7 +75,7 @@ def _prepare(operands: MaxSimOperands, upstream: torch.Tensor, splits: int, tile
     return Launch(
         _query_gradient_kernel,
         ceil_div(tokens, tiles.block_p) * ceil_div(width, tiles.block_k) * splits,
-        (*operands.document_strides(), stride(operands.query_mask), stride(operands.document_offsets)),
+        (strides(operands.documents, 3), *strides(operands.query_mask, 1), *strides(operands.document_offsets, 1)),
         (
             *upstream.stride(), split_size([(tokens, width)], splits), operands.document_count, tokens,
             operands.query_length, splits,

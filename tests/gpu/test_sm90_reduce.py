@@ -292,10 +292,8 @@ def test_packed_rows_and_the_bands_around_outputs(op: str, kept: int, splits: in
     (_, found), (_, index), (_, sums) = buffers
     launch = sm90.prepare_reduce(operands, matrices, splits, config)
     for _ in range(20):
-        launch((
-            operands.kept, operands.reduced, None, found, sums if splits > 1 and op == "logsumexp" else None,
-            index if indices else None, None, None, offsets,
-        ))  # fmt: skip
+        sums_of_parts = sums if splits > 1 and op == "logsumexp" else None
+        launch((*operands.pointers(), None, found, index if indices else None, sums_of_parts, None))
         for buffer, _ in buffers:
             assert_bands_untouched(buffer)
         for entry, rows in enumerate(b.split(lengths)):

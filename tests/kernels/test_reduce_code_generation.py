@@ -46,7 +46,7 @@ def test_the_sm90_kernel(tmp_path: Path) -> None:
     assert {(c["CONSUMERS"], c["BLOCK"]) for c in constants} == {(1, 64), (2, 64), (2, 128), (4, 64), (4, 128)}
     for flag in ("KEPT_TRANSPOSED", "REDUCED_TRANSPOSED", "PARTIAL", "IN_REGISTERS"):
         assert {c[flag] for c in constants} == {True, False}, flag
-    for pointer in ("indices_ptr", "mask_ptr", "offsets_ptr", "sums_ptr", "counts_ptr"):
+    for pointer in ("index_ptr", "mask_ptr", "offsets_ptr", "sums_ptr", "counts_ptr"):
         assert any(pointer in report["pointers"] for report in reports), pointer
 
 

@@ -41,7 +41,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     _fault(
         "mask of a tile's columns missing", _TILES,
-        "(cols < col_limit)[None, :]\n    return tl.load", "(cols < 2 * col_limit)[None, :]\n    return tl.load",
+        "(cols < col_limit)[None, :]\n        return tl", "(cols < 2 * col_limit)[None, :]\n        return tl",
         "functional/test_ffn sizes_one_at_a_time",
     ),
     _fault(
@@ -67,10 +67,8 @@ FAULTS: tuple[Fault, ...] = (
     ),
     _fault(
         "offsets in 32 bits", _TILES,
-        "offsets = rows.to(tl.int64)[:, None] * stride_row + cols.to(tl.int64)[None, :] * stride_col\n"
-        "    inside = (rows < row_limit)[:, None] & (cols < col_limit)[None, :]\n    return",
-        "offsets = rows[:, None] * stride_row + cols[None, :] * stride_col\n"
-        "    inside = (rows < row_limit)[:, None] & (cols < col_limit)[None, :]\n    return",
+        "offsets = rows.to(tl.int64)[:, None] * stride_row + cols.to(tl.int64)[None, :] * stride_col\n    if EVEN",
+        "offsets = rows[:, None] * stride_row + cols[None, :] * stride_col\n    if EVEN",
         "kernels/test_code_generation_split_k products_on_every_target",
     ),
     # Partial sums, and what is done with them once.

@@ -5,12 +5,12 @@ from __future__ import annotations
 from tests.support.planting import Fault
 from tests.support.planting import fault as _fault
 
-_REDUCE, _BOTH = "kernels/gemm_reduce/forward.py", "kernels/gemm_reduce/one_pass.py"
+_REDUCE, _BOTH = "kernels/gemm_reduce/reduction.py", "kernels/gemm_reduce/one_pass.py"
 
 REDUCTIONS: tuple[Fault, ...] = (
     _fault(
         "exponentials without their maximum", _REDUCE,
-        "shift = _finite(larger)\n                exponentials", "shift = larger * 0.0\n                exponentials",
+        "shift = finite(best)\n            if ACC", "shift = best * 0.0\n            if ACC",
         "kernels/test_gemm_reduce_kernels special_values",
     ),
     _fault(
@@ -20,12 +20,12 @@ REDUCTIONS: tuple[Fault, ...] = (
     ),
     _fault(
         "masked columns taking part", _REDUCE,
-        "c = tl.where(taking[None, :], c, 0.0 if SUMMED", "c = tl.where(taking[None, :] | True, c, 0.0 if SUMMED",
+        "c = tl.where(tl.expand_dims(taking, 0), c", "c = tl.where(tl.expand_dims(taking | True, 0), c",
         "kernels/test_gemm_reduce_kernels masks_and_lengths",
     ),
     _fault(
         "masked rows in both gradients", _BOTH,
-        "taking[:, None] & (rows < P)[None, :]", "(cols < taking_rows)[:, None] & (rows < P)[None, :]",
+        "taking[:, None] & (rows < P)[None, :]", "inside[:, None] & (rows < P)[None, :]",
         "kernels/test_gemm_reduce_kernels both_gradients_at_once",
     ),
     _fault(
@@ -44,7 +44,7 @@ REDUCTIONS: tuple[Fault, ...] = (
         "kernels/test_prepared_reductions reductions",
     ),
     _fault(
-        "tokens of the next query counted", "kernels/maxsim/scores.py",
+        "tokens of the next query counted", "kernels/maxsim/forward.py",
         "taking = tokens < length", "taking = tokens < length + 1",
         "functional/test_maxsim ragged_lengths",
     ),

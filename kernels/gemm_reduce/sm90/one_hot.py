@@ -5,8 +5,6 @@
 Consumers hold the sums of 64 reduced rows each, the load warp streams the kept rows past them.
 """
 
-from typing import Any
-
 import torch
 
 from ...hopper import (
@@ -18,30 +16,17 @@ from ...hopper import (
     gluon,
     matrix,
     mbarrier,
-    resources,
     tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from ...launching import Launch
+from ...launching import Launch, ceil_div
 from ...matmul.sm90.elements import zeros
 from ...matmul.sm90.loading import load_block, rows_first
 from ...matmul.sm90.ring import HALF, acquire, operand_ring, wait_full
 from ...matmul.sm90.roles import specialize
 from ...matmul.sm90.schedules import RowSchedule, rows_at
 from ...tuning import CONSUMER_ROWS, OneHotPipeline
-
-
-@resources
-class _Chosen:
-    """What the one-hot matrix W is built from, for ``P`` kept rows of every batch entry, and out of ``R`` rows."""
-
-    indices_ptr: Any
-    weights_ptr: Any
-    out: Any
-    out_tiles: Any
-    P: Any
-    R: Any
 
 
 @gluon.jit
@@ -63,14 +48,17 @@ def _one_hot(rows, index, weight, dtype: gl.constexpr, layout: gl.constexpr):
 
 
 @gluon.jit
-def _chosen_of(chosen, entry, cols):
-    """(index, weight) of some kept rows."""
-    index = gl.load(chosen.indices_ptr + entry + cols, mask=cols < chosen.P, other=-1)
-    return index, gl.load(chosen.weights_ptr + entry + cols, mask=cols < chosen.P, other=0.0)
+def _chosen(indices_ptr, weights_ptr, entry, cols, P):
+    """(index, weight) of some of the ``P`` kept rows of a batch entry."""
+    index = gl.load(indices_ptr + entry + cols, mask=cols < P, other=-1)
+    return index, gl.load(weights_ptr + entry + cols, mask=cols < P, other=0.0)
 
 
 @gluon.jit
-def _consume(consumer: gl.constexpr, kept, schedule, chosen, WIDTH: gl.constexpr, BLOCK: gl.constexpr):
+def _consume(
+    consumer: gl.constexpr, kept, schedule, indices_ptr, weights_ptr, out, out_tiles, P, R, WIDTH: gl.constexpr,
+    BLOCK: gl.constexpr,
+):  # fmt: skip
     DTYPE: gl.constexpr = kept.desc.dtype
     left_layout: gl.constexpr = gl.DotOperandLayout(0, zeros(HALF, WIDTH).type.layout, 2)
     one_hot_layout: gl.constexpr = zeros(HALF, BLOCK).type.layout
@@ -80,45 +68,45 @@ def _consume(consumer: gl.constexpr, kept, schedule, chosen, WIDTH: gl.constexpr
     for tile in range(gl.program_id(0), schedule.tiles, gl.num_programs(0)):
         batch, row = rows_at(schedule, tile)
         row += consumer * HALF
-        entry = batch.to(gl.int64) * chosen.P
+        entry = batch.to(gl.int64) * P
         acc = zeros(HALF, WIDTH)
         rows_here = gl.expand_dims(row + rows, 1)
-        index, weight = _chosen_of(chosen, entry, cols)
+        index, weight = _chosen(indices_ptr, weights_ptr, entry, cols, P)
         one_hot = _one_hot(rows_here, index, weight, DTYPE, left_layout)
-        index, weight = _chosen_of(chosen, entry, BLOCK + cols)
-        for p in range(0, chosen.P, BLOCK):
+        index, weight = _chosen(indices_ptr, weights_ptr, entry, BLOCK + cols, P)
+        for p in range(0, P, BLOCK):
             stage = wait_full(kept, position)
             acc = warpgroup_mma(one_hot, rows_first(kept, stage), acc, is_async=True)
             # Meanwhile the left side of the next product is built, and the numbers for the one after it are fetched.
             one_hot_next = _one_hot(rows_here, index, weight, DTYPE, left_layout)
-            index, weight = _chosen_of(chosen, entry, p + 2 * BLOCK + cols)
+            index, weight = _chosen(indices_ptr, weights_ptr, entry, p + 2 * BLOCK + cols, P)
             acc, one_hot = warpgroup_mma_wait(0, [acc, one_hot])
             mbarrier.arrive(kept.empty.index(stage))
             position += 1
             one_hot = one_hot_next
         # The tile of the turn before may still be on its way out.
         tma.store_wait(0)
-        out_tile = chosen.out_tiles.index(consumer)
+        out_tile = out_tiles.index(consumer)
         out_tile.reshape([HALF, WIDTH]).store(acc.to(DTYPE))
         fence_async_shared()
-        if row < chosen.R:
-            copy_out(chosen.out, [batch, row, 0], out_tile)
+        if row < R:
+            copy_out(out, [batch, row, 0], out_tile)
     tma.store_wait(0)
 
 
 @gluon.jit(do_not_specialize=["kept_step", "P", "R", "tiles", "row_tiles"])
 def _sm90_one_hot_kernel(
-    kept_desc, out_desc, indices_ptr, weights_ptr, kept_step, P, R, tiles, row_tiles,
+    kept_desc, out_desc, indices_ptr, weights_ptr, offsets_ptr, ends_ptr, kept_step, P, R, tiles, row_tiles,
     WIDTH: gl.constexpr, BLOCK: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr, TRANSPOSED: gl.constexpr,
 ):  # fmt: skip
     schedule = RowSchedule(tiles=tiles, entry_tiles=row_tiles, ROWS=HALF * CONSUMERS)
     kept = operand_ring(kept_desc, kept_step, TRANSPOSED, STAGES, CONSUMERS)
     out_tiles = gl.allocate_shared_memory(out_desc.dtype, [CONSUMERS] + out_desc.block_type.shape, out_desc.layout)
-    chosen = _Chosen(
-        indices_ptr=indices_ptr, weights_ptr=weights_ptr, out=out_desc, out_tiles=out_tiles, P=P, R=R
-    )  # fmt: skip
     fence_async_shared()
-    specialize(CONSUMERS, _consume, (kept, schedule, chosen, WIDTH, BLOCK), _load, (kept, schedule, P, BLOCK))
+    specialize(
+        CONSUMERS, _consume, (kept, schedule, indices_ptr, weights_ptr, out_desc, out_tiles, P, R, WIDTH, BLOCK),
+        _load, (kept, schedule, P, BLOCK),
+    )  # fmt: skip
 
 
 def takes_one_hot(kept: torch.Tensor, config: OneHotPipeline | None) -> Matrix | None:
@@ -132,10 +120,11 @@ def takes_one_hot(kept: torch.Tensor, config: OneHotPipeline | None) -> Matrix |
 def prepare_one_hot(kept: Matrix, shape: tuple[int, int, int], P: int, config: OneHotPipeline) -> Launch:
     """A launch that fills out, contiguous of this shape ``[Z, R, K]`` and of kept's dtype.
 
-    Its tensors are kept, out, the indices, int32, and the weights, float32, both contiguous ``[Z, P]``.
+    Its tensors are kept, out, the indices, int32, and the weights, float32, both contiguous ``[Z, P]``; and None twice,
+    where MaxSim's generic kernel, which takes packed rows, has their offsets and the ends of their blocks.
     """
     batch, reduced, width = shape
-    row_tiles = -(-reduced // (CONSUMER_ROWS * config.consumers))
+    row_tiles = ceil_div(reduced, CONSUMER_ROWS * config.consumers)
     tiles = batch * row_tiles
     return Launch(
         _sm90_one_hot_kernel,

@@ -1,7 +1,7 @@
 """The mainloop of the generic kernels."""
 
 from ...device import tl, triton
-from ...tiles import add_product, load_tile
+from ...tiles import add_compensated, add_product, load_tile
 from .operands import Operand
 
 
@@ -41,13 +41,7 @@ def mainloop(
             other_acc = add_product(other_acc, left_tile, other_tile, zero, INPUT_PRECISION)
         if summed.ptr is not None:
             if summed_tile.dtype == tl.float32:
-                # Kahan summation, as torch loses little too: the rounding error of a sum joins the next term.
-                term = summed_tile - lost
-                longer = sums + term
-                lost = (longer - sums) - term
-                # For infinite sums the error would be NaN.
-                lost = tl.where(tl.abs(longer) < float("inf"), lost, 0.0)
-                sums = longer
+                sums, lost = add_compensated(sums, lost, summed_tile)
             else:
                 sums += summed_tile.to(tl.float32)
     return acc, other_acc, sums
