@@ -185,8 +185,12 @@ def launch(
         placed = zip(pointers, addresses, strict=True)
         layout = tuple([None if a is None else (p.dtype, a & ALIGNMENT_MASK == 0) for p, a in placed])  # type: ignore[union-attr]
         blocks = tuple([None if d is None else (d.base.dtype, *d.block_shape) for d in descriptors])
-        free = [n for each in free_numbers for n in (each if isinstance(each, tuple) else (each,))]
-        width = tuple([n >> 31 for n in free if type(n) is int])
+        # Triton specialises on integers in tuples even if ``do_not_specialize`` names the tuple.
+        tuples = [n for each in free_numbers if isinstance(each, tuple) for n in each if type(n) is int]
+        width = (
+            *[n >> 31 for n in free_numbers if type(n) is int],
+            *[(n >> 31, n == 1, n & ALIGNMENT_MASK == 0) for n in tuples],
+        )
         # id() is unique, as kernels live as long as their modules; hashing a kernel would hash its source.
         key = (id(kernel), device.index, blocks, layout, numbers, width, constants, num_warps, num_stages, dependent)
         known = _compiled.get(key)
