@@ -14,7 +14,7 @@ NUMBERS = [(1, 16), (2, 3), (1, 3), (32, 1), (2**40, 5), (7, 16)]
 
 
 @triton.jit(do_not_specialize=["alone", "numbers"])
-def _numbers_kernel(out_ptr, alone, numbers):
+def _numbers_kernel(out_ptr, alone, numbers):  # noqa: ANN001, ANN202  device code has no types
     tl.store(out_ptr, alone + numbers[0] * 1000 + numbers[1])
 
 
