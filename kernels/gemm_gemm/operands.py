@@ -1,13 +1,14 @@
 """What a call of these kernels is made of: its tensors, its arithmetic, and the arguments that all kernels share."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 
 from ..dropout import limit_and_scale
 from ..hopper import Matrix, matrix
-from ..launching import lines, unit_to_tell
+from ..launching import Launch, Numbers, lines, unit_to_tell
+from ..matmul.generic.operands import strides
 from ..tuning import TileConfig, padded_widths
 
 
@@ -29,12 +30,13 @@ class Arithmetic:
 
 
 class Matrices(NamedTuple):
-    """The operands of a call as matrices to copy: x, up and gate (alike in their layout), down."""
+    """The operands of a call as matrices to copy: x, up and gate (alike in their layout), down; dy or a residual."""
 
     x: Matrix
     up: Matrix
     gate: Matrix | None
     down: Matrix
+    beside: Matrix | None = None
 
 
 # Not frozen: to set the fields of a frozen one takes three times as long, in every call.
@@ -59,55 +61,64 @@ class Operands:
     seed: torch.Tensor | None
     arithmetic: Arithmetic
     ready: dict[Any, Any] | None = None
-    _found: "tuple[Matrices | None] | None" = field(default=None, init=False, repr=False)
 
     def sizes(self) -> tuple[int, int, int, int, int]:
         """Z, M, K, N, O."""
         batch = self.x.shape[0] if self.x.dim() == 3 else 1
         return batch, self.x.shape[-2], self.x.shape[-1], self.up.shape[-2], self.down.shape[-2]
 
-    def pointers(self) -> tuple[torch.Tensor | None, ...]:
-        """The operands, in the order of the kernels' signatures."""
-        return self.x, self.up, self.gate, self.down, self.up_bias, self.gate_bias, self.seed
+    def tensors(self, dy: torch.Tensor | None, *results: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """The operands, with dy if there is one, and results, in the order of all kernels' signatures."""
+        rows = (self.x,) if dy is None else (self.x, dy)
+        return (*rows, self.up, self.gate, self.down, *results, self.up_bias, self.gate_bias, self.seed)
 
-    def strides(self) -> tuple[tuple[int, ...], ...]:
-        """Strides of x, up, gate and down, and those of both biases, in the order of the kernels' signatures."""
-        matrices = (strides(self.x), strides(self.up), strides(self.gate), strides(self.down))
-        return (*matrices, (stride(self.up_bias), stride(self.gate_bias)))
-
-    @property
-    def matrices(self) -> Matrices | None:
-        """The operands for the sm90 kernels, or None where one does not lie as their copies need it.
-
-        The generic kernels take any strides.
-        """
-        if self._found is None:
-            self._found = (self._matrices(),)
-        return self._found[0]
-
-    def _matrices(self) -> Matrices | None:
-        if self.seed is not None or not unit_stride(self.up_bias) or not unit_stride(self.gate_bias):
-            return None
-        x, up, down = rows_of(self.x), matrix(self.up), matrix(self.down)
-        gate = None if self.gate is None else matrix(self.gate)
-        if x is None or up is None or down is None:
-            return None
-        if self.gate is not None and (gate is None or (gate.transposed, gate.step) != (up.transposed, up.step)):
-            return None
-        return Matrices(x, up, gate, down)
-
-    def constants(self, tiles: TileConfig, even: bool, rows: torch.Tensor | None) -> tuple[object, ...]:
-        """The compile-time arguments, in the order of the kernels' signatures.
+    def launch(
+        self,
+        kernel: Any,
+        programs: int,
+        numbers: Numbers,
+        tiles: TileConfig,
+        even: bool,
+        rows: torch.Tensor | None,
+        *free_numbers: int,
+    ) -> Launch:
+        """The launch of a generic kernel: its own ``numbers`` are told behind the strides of the operands.
 
         ``even`` says that the axis the kernel loops over is a whole number of tiles, ``rows`` is what the kernel reads
         beside the operands, dy or a residual.
         """
         width, out_width = self.x.shape[-1], self.down.shape[-2]
-        arithmetic = self.arithmetic
-        return (
-            tiles.block_m, tiles.block_n, (width, out_width, *padded_widths(width, out_width)), even,
-            (arithmetic.activation, arithmetic.accuracy, arithmetic.input_precision), self._units(rows),
+        how = self.arithmetic
+        return Launch(
+            kernel,
+            programs,
+            (
+                *[strides(each, 3) for each in (self.x, self.up, self.gate, self.down)],
+                (*strides(self.up_bias, 1), *strides(self.gate_bias, 1)), *numbers,
+            ),
+            (self.x.shape[-2], how.dropout(), *free_numbers),
+            (
+                tiles.block_m, tiles.block_n, (width, out_width, *padded_widths(width, out_width)), even,
+                how.activation, how.accuracy, how.input_precision, self._units(rows),
+            ),
+            tiles.num_warps,
+            tiles.num_stages,
         )  # fmt: skip
+
+    def matrices(self, rows: torch.Tensor | None = None) -> Matrices | None:
+        """The operands, and dy or a residual, for the sm90 kernels; None where one does not lie as they need it.
+
+        The generic kernels take any strides.
+        """
+        if self.seed is not None or not unit_stride(self.up_bias) or not unit_stride(self.gate_bias):
+            return None
+        x, up, down = rows_of(self.x), matrix(self.up), matrix(self.down)
+        gate, beside = None if self.gate is None else matrix(self.gate), None if rows is None else rows_of(rows)
+        if x is None or up is None or down is None or (rows is not None and beside is None):
+            return None
+        if self.gate is not None and (gate is None or (gate.transposed, gate.step) != (up.transposed, up.step)):
+            return None
+        return Matrices(x, up, gate, down, beside)
 
     def _units(self, rows: torch.Tensor | None) -> tuple[bool, bool, int]:
         """Whether up and down lie transposed, and in units of how many elements all operands lie (``tiles.in_units``).
@@ -136,18 +147,6 @@ def unit_stride(vector: torch.Tensor | None) -> bool:
     return vector is None or vector.stride(0) == 1 or vector.numel() == 1
 
 
-def stride(vector: torch.Tensor | None) -> int:
-    """The stride of a bias; 0 where there is none."""
-    return 0 if vector is None else vector.stride(0)
-
-
-def strides(matrix: torch.Tensor | None) -> tuple[int, ...]:
-    """Batch, row and column stride; a missing batch axis has stride 0, a missing matrix only zeros."""
-    if matrix is None:
-        return (0, 0, 0)
-    return matrix.stride() if matrix.dim() == 3 else (0, *matrix.stride())
-
-
 def dense_strides(shape: tuple[int, ...]) -> tuple[int, int, int]:
-    """The same of a result of this shape, which is contiguous."""
+    """Batch, row and column stride of a contiguous result of this shape; a missing batch axis has stride 0."""
     return (shape[-2] * shape[-1] if len(shape) == 3 else 0, shape[-1], 1)

@@ -7,7 +7,7 @@ recomputing: at width 256 forward and backward are 7 GEMM units instead of 10, g
 dx, a plain product of the stored dZ with the weights, is torch's.
 """
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -16,8 +16,8 @@ from ..launching import Launch, layout_of, prepared
 from ..partials import split_size, summed_over_splits
 from ..tuning import StoredConfig
 from . import sm90
-from .operands import Operands, rows_of
-from .weight_gradient import WeightGradients
+from .operands import Operands
+from .weight_gradient import Shapes, WeightGradients, gradient_shapes
 
 
 def stored_gradients(
@@ -37,23 +37,15 @@ def stored_gradients(
     made = prepared(operands.ready, name, _prepare, operands, dy, up_bias, gate_bias, down_bias, splits, config)
     if made is None:
         return None
-    stored = sm90.hidden_gradient(operands, dy, made.stored, made.hidden_gradient)
+    shapes, stored_shape, hidden_gradient, weight_gradients, ready = made
+    stored = operands.x.new_empty(stored_shape)
+    hidden_gradient(operands.tensors(dy, stored))
 
     def fill(targets: list[torch.Tensor | None], _: int) -> None:
-        made.weight_gradients((stored, operands.x, dy, stored, *targets))
+        weight_gradients((stored, operands.x, dy, stored, *targets))
 
-    *found, d_down_bias = summed_over_splits(operands.x, made.shapes, splits, fill, made.ready)
+    *found, d_down_bias = summed_over_splits(operands.x, shapes, splits, fill, ready)
     return _data_gradient(operands, stored), WeightGradients(*found), d_down_bias
-
-
-class _Prepared(NamedTuple):
-    """What all executions of one prepared call share: the shapes of what is stored and of the gradients."""
-
-    stored: tuple[int, int, int]
-    shapes: tuple[tuple[int, ...] | None, ...]
-    hidden_gradient: Launch
-    weight_gradients: Launch
-    ready: dict[Any, Any]
 
 
 def _prepare(
@@ -64,24 +56,14 @@ def _prepare(
     down_bias: bool,
     splits: int,
     config: StoredConfig,
-) -> _Prepared | None:
-    matrices, dy_rows = operands.matrices, rows_of(dy)
-    if matrices is None or dy_rows is None or matrices.up.transposed or matrices.down.transposed:
+) -> tuple[Shapes, tuple[int, int, int], Launch, Launch, dict[Any, Any]] | None:
+    """What all executions of one prepared call share: shapes of the gradients and of what is stored, both launches."""
+    matrices = operands.matrices(dy)
+    if matrices is None or matrices.up.transposed or matrices.down.transposed:
         return None
-    _, _, width, hidden, out_width = operands.sizes()
-    shapes = (
-        (hidden, width),
-        None if operands.gate is None else (hidden, width),
-        (out_width, hidden),
-        (hidden,) if up_bias else None,
-        (hidden,) if gate_bias else None,
-        (out_width,) if down_bias else None,
-    )
-    stored, launch = sm90.prepare_hidden_gradient(operands, matrices, dy_rows, config)
-    weights = sm90.prepare_stored_weight_gradients(
-        operands, matrices, dy_rows, stored, split_size(shapes, splits), splits, config
-    )
-    return _Prepared(stored, shapes, launch, weights, {})
+    wanted = WeightGradients(True, operands.gate is not None, True, up_bias, gate_bias)
+    shapes = (*gradient_shapes(operands, wanted), (operands.down.shape[0],) if down_bias else None)
+    return shapes, *sm90.prepare_stored(operands, matrices, split_size(shapes, splits), splits, config), {}
 
 
 def _data_gradient(operands: Operands, stored: torch.Tensor) -> torch.Tensor:

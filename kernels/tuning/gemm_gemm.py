@@ -5,9 +5,9 @@ H200; rows of other architectures are conservative ones.
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from .limits import BARRIER_BYTES, CONSUMER_ROWS, MOST_STAGES, SHARED_MEMORY, padded_width, sm90_width
+from .limits import CONSUMER_ROWS, MOST_STAGES, padded_width, sm90_width, stages_that_fit
 
 # In the forward pass 64 rows of x take 32 registers up to here, and y has a place of its own in shared memory; wider
 # ones stay there, and y takes their place.
@@ -34,6 +34,10 @@ class Sm90Config:
     programs: int
     row_stages: int = 1
     passes: int = 1
+
+    def row_tiles(self, rows: int) -> int:
+        """How many tiles of all consumers' rows hold so many rows."""
+        return -(-rows // (CONSUMER_ROWS * self.consumers))
 
 
 @dataclass(frozen=True)
@@ -88,79 +92,53 @@ def padded_widths(width: int, out_width: int) -> tuple[int, int]:
     return max(padded, out_padded // 4), max(out_padded, padded // 4)
 
 
-# (largest padded width, configuration), narrowest first; widths above the last row do not fit on chip.
+# Widths of the rows of all tables; wider layers than the last row of theirs do not fit on chip.
+_WIDTHS = (64, 128, 256)
+# (largest padded width, configuration), narrowest first.
 _Rows = tuple[tuple[int, TileConfig], ...]
 
-# Measured at 131072 tokens (width 256: 65536), bfloat16, gelu_tanh, Triton 3.6; microseconds beside the rows that were.
-# Left out: configurations that spill registers, those of 64 rows with 8 warps (one came out wrong), and those of 128
-# rows and 64 columns where the width is ragged (forward at 256 and the gated data gradient came out wrong there).
-_SM_90_16_BIT: dict[str, _Rows] = {
-    "forward": (
-        (64, TileConfig(128, 32, 4, 3)),  # 40
-        (128, TileConfig(128, 32, 8, 3)),  # 105
-        (256, TileConfig(64, 32, 4, 2)),  # 223
-    ),
-    "data_gradient": (
-        (64, TileConfig(64, 64, 4, 2)),  # 53
-        (128, TileConfig(128, 32, 8, 2)),  # 163
-        (256, TileConfig(128, 32, 8, 2)),  # 317
-    ),
-    "weight_gradient": (
-        (64, TileConfig(32, 64, 4, 3)),
-        (128, TileConfig(32, 128, 8, 2)),
-        (256, TileConfig(64, 64, 8, 2, passes=2)),
-    ),
+
+def _rows(*configurations: tuple[Any, ...]) -> _Rows:
+    """Rows of increasing width: tile rows and columns, warps, stages and, unless it is one, passes."""
+    widths = _WIDTHS[: len(configurations)]
+    return tuple([(width, TileConfig(*given)) for width, given in zip(widths, configurations, strict=True)])
+
+
+_SMALL_16_BIT = {
+    "forward": _rows((64, 32, 4, 2), (64, 32, 4, 2), (32, 32, 4, 1)),
+    "data_gradient": _rows((64, 32, 4, 2), (32, 32, 4, 1), (16, 16, 4, 1)),
+    "weight_gradient": _rows((32, 32, 4, 2), (32, 32, 4, 1, 2), (16, 16, 4, 1, 3)),
 }
 
-# Gated, silu; the same token counts.
-_SM_90_16_BIT_GATED: dict[str, _Rows] = {
-    "forward": (
-        (64, TileConfig(128, 64, 8, 3)),  # 48
-        (128, TileConfig(128, 32, 8, 3)),  # 107
-        (256, TileConfig(128, 32, 8, 2)),  # 249
-    ),
-    "data_gradient": (
-        (64, TileConfig(64, 32, 4, 3)),  # 69
-        (128, TileConfig(64, 32, 4, 2)),  # 215
-        (256, TileConfig(128, 32, 8, 2)),  # 334
-    ),
-    "weight_gradient": (
-        (64, TileConfig(32, 64, 4, 3)),  # 101
-        (128, TileConfig(64, 128, 8, 2, passes=3)),  # 340
-        (256, TileConfig(16, 64, 8, 2, passes=3)),
-    ),
-}
-
-_SMALL_16_BIT: dict[str, _Rows] = {
-    "forward": ((64, TileConfig(64, 32, 4, 2)), (128, TileConfig(64, 32, 4, 2)), (256, TileConfig(32, 32, 4, 1))),
-    "data_gradient": ((64, TileConfig(64, 32, 4, 2)), (128, TileConfig(32, 32, 4, 1)), (256, TileConfig(16, 16, 4, 1))),
-    "weight_gradient": (
-        (64, TileConfig(32, 32, 4, 2)),
-        (128, TileConfig(32, 32, 4, 1, passes=2)),
-        (256, TileConfig(16, 16, 4, 1, passes=3)),
-    ),
-}
-
-# IEEE float32 has no matrix instruction: small tiles, so that the operands fit in registers.
-_32_BIT: dict[str, _Rows] = {
-    "forward": ((64, TileConfig(32, 32, 4, 1)), (128, TileConfig(32, 16, 4, 1))),
-    "data_gradient": ((64, TileConfig(32, 32, 4, 1)), (128, TileConfig(16, 16, 4, 1))),
-    "weight_gradient": ((64, TileConfig(16, 32, 8, 1)), (128, TileConfig(16, 16, 8, 1))),
-}
-_32_BIT_GATED: dict[str, _Rows] = {
-    "forward": ((64, TileConfig(16, 16, 4, 1)), (128, TileConfig(16, 16, 4, 1))),
-    "data_gradient": ((64, TileConfig(16, 16, 4, 1)), (128, TileConfig(16, 16, 8, 1))),
-    "weight_gradient": ((64, TileConfig(16, 16, 4, 1)), (128, TileConfig(16, 16, 4, 1))),
-}
-
-# (architecture, bits of an element, gated); architectures without rows of their own take those of "other".
+# By (architecture, bits of an element, gated); architectures without rows of their own take those of "other". Those of
+# sm_90 were measured at 131072 tokens (width 256: 65536), bfloat16, gelu_tanh, gated silu, Triton 3.6; microseconds
+# beside those that were. Left out: configurations that spill registers, those of 64 rows with 8 warps (one came out
+# wrong), and those of 128 rows and 64 columns where the width is ragged (forward at 256 and the gated data gradient
+# came out wrong there).
 TABLE: dict[tuple[str, int, bool], dict[str, _Rows]] = {
-    ("sm_90", 16, False): _SM_90_16_BIT,
-    ("sm_90", 16, True): _SM_90_16_BIT_GATED,
+    ("sm_90", 16, False): {
+        "forward": _rows((128, 32, 4, 3), (128, 32, 8, 3), (64, 32, 4, 2)),  # 40, 105, 223
+        "data_gradient": _rows((64, 64, 4, 2), (128, 32, 8, 2), (128, 32, 8, 2)),  # 53, 163, 317
+        "weight_gradient": _rows((32, 64, 4, 3), (32, 128, 8, 2), (64, 64, 8, 2, 2)),
+    },
+    ("sm_90", 16, True): {
+        "forward": _rows((128, 64, 8, 3), (128, 32, 8, 3), (128, 32, 8, 2)),  # 48, 107, 249
+        "data_gradient": _rows((64, 32, 4, 3), (64, 32, 4, 2), (128, 32, 8, 2)),  # 69, 215, 334
+        "weight_gradient": _rows((32, 64, 4, 3), (64, 128, 8, 2, 3), (16, 64, 8, 2, 3)),  # 101, 340
+    },
     ("other", 16, False): _SMALL_16_BIT,
     ("other", 16, True): _SMALL_16_BIT,
-    ("other", 32, False): _32_BIT,
-    ("other", 32, True): _32_BIT_GATED,
+    # IEEE float32 has no matrix instruction: small tiles, so that the operands fit in registers.
+    ("other", 32, False): {
+        "forward": _rows((32, 32, 4, 1), (32, 16, 4, 1)),
+        "data_gradient": _rows((32, 32, 4, 1), (16, 16, 4, 1)),
+        "weight_gradient": _rows((16, 32, 8, 1), (16, 16, 8, 1)),
+    },
+    ("other", 32, True): {
+        "forward": _rows((16, 16, 4, 1), (16, 16, 4, 1)),
+        "data_gradient": _rows((16, 16, 4, 1), (16, 16, 8, 1)),
+        "weight_gradient": _rows((16, 16, 4, 1), (16, 16, 4, 1)),
+    },
 }
 
 
@@ -171,56 +149,30 @@ def rows(kernel: str, architecture: str, bits: int, gated: bool) -> _Rows:
 
 def tile_config(kernel: str, architecture: str, bits: int, gated: bool, width: int) -> TileConfig | None:
     """The configuration of ``kernel`` for an unpadded ``width``, the larger of K and O, or None if it does not fit."""
-    for largest, config in rows(kernel, architecture, bits, gated):
-        if padded_width(width) <= largest:
-            return config
-    return None
+    fitting = (each for most, each in rows(kernel, architecture, bits, gated) if padded_width(width) <= most)
+    return next(fitting, None)
 
 
 class _Sm90(NamedTuple):
-    """Up to ``width``, the larger of K and O: the large block, and the small one where that is padded too much."""
+    """Up to one width, the larger of K and O: the large block, and the small one where that is padded too much."""
 
-    width: int
     block: int
     small_block: int
     passes: int = 1
     consumers: int = 2
 
 
-# By (kernel, gated), narrowest first. Measured on an H200 at the tokens above, in microseconds beside the row; after
-# the comma for batched products of 64 × 1024 × 1024. None spills registers but the weight gradients of several passes,
-# a few, where what does not was slower: 424 (width 256, block 16), 252 (gated 128, three passes), 778 (gated 256).
-_PIPELINED: dict[tuple[str, bool], tuple[_Sm90, ...]] = {
-    ("forward", False): (
-        _Sm90(64, 128, 64),  # 36, 29
-        _Sm90(128, 128, 64),  # 72, 51
-        _Sm90(256, 64, 32),  # 124
-    ),
-    ("forward", True): (
-        _Sm90(64, 64, 64),  # 26
-        _Sm90(128, 64, 32),  # 59
-        _Sm90(256, 32, 32),  # 137
-    ),
-    ("data_gradient", False): (
-        _Sm90(64, 64, 64),  # 60, 40
-        _Sm90(128, 64, 32),  # 122, 63
-        _Sm90(256, 32, 16),  # 220
-    ),
-    ("data_gradient", True): (
-        _Sm90(64, 64, 64),  # 39
-        _Sm90(128, 32, 32),  # 117
-        _Sm90(256, 16, 16),  # 294
-    ),
-    ("weight_gradient", False): (
-        _Sm90(64, 64, 32),  # 54, 62
-        _Sm90(128, 32, 32),  # 143, 124
-        _Sm90(256, 32, 32, passes=2),  # 317
-    ),
-    ("weight_gradient", True): (
-        _Sm90(64, 32, 32),  # 65
-        _Sm90(128, 32, 32, passes=2),  # 201
-        _Sm90(256, 32, 32, passes=3, consumers=1),  # 534
-    ),
+# By (kernel, gated), one for each of the widths. Measured on an H200 at the tokens above, in microseconds beside them;
+# in brackets for batched products of 64 × 1024 × 1024. None spills registers but the weight gradients of several
+# passes, a few, where what does not was slower: 424 (width 256, block 16), 252 (gated 128, three passes), 778 (gated
+# 256).
+_PIPELINED: dict[tuple[str, bool], tuple[_Sm90, _Sm90, _Sm90]] = {
+    ("forward", False): (_Sm90(128, 64), _Sm90(128, 64), _Sm90(64, 32)),  # 36 (29), 72 (51), 124
+    ("forward", True): (_Sm90(64, 64), _Sm90(64, 32), _Sm90(32, 32)),  # 26, 59, 137
+    ("data_gradient", False): (_Sm90(64, 64), _Sm90(64, 32), _Sm90(32, 16)),  # 60 (40), 122 (63), 220
+    ("data_gradient", True): (_Sm90(64, 64), _Sm90(32, 32), _Sm90(16, 16)),  # 39, 117, 294
+    ("weight_gradient", False): (_Sm90(64, 32), _Sm90(32, 32), _Sm90(32, 32, 2)),  # 54 (62), 143 (124), 317
+    ("weight_gradient", True): (_Sm90(32, 32), _Sm90(32, 32, 2), _Sm90(32, 32, 3, consumers=1)),  # 65, 201, 534
 }
 
 
@@ -236,15 +188,14 @@ def sm90_config(kernel: str, gated: bool, batch: int, M: int, K: int, N: int, O:
     if N % 8 or K % 8 or O % 8 or (wide and not K == O == 256) or (padded and batch > 1):
         return None
     width, out_width = sm90_width(K), sm90_width(O)
-    row = next(row for row in _PIPELINED[(kernel, gated)] if widest <= row.width)
+    row = _PIPELINED[(kernel, gated)][_WIDTHS.index(sm90_width(widest))]
     consumers, row_stages, projections = row.consumers, 1, 2 if gated else 1
     if kernel == "weight_gradient":
         # Few rows take the small block whatever their number, which is one variant less to compile.
         whole = M % row.block == 0 and (batch > 1 or M > SHORTEST_SPLIT * row.block)
         block = row.block if whole else row.small_block
         inside = M % block == 0
-        kept = consumers * CONSUMER_ROWS * (projections * width + out_width)
-        stage = block * (width + out_width)
+        kept, streamed = projections * width + out_width, width + out_width
     else:
         # Padded as little, small blocks took 1.05 to 1.35 times the time of large ones.
         more_padding = -N % row.block - -N % row.small_block
@@ -257,11 +208,11 @@ def sm90_config(kernel: str, gated: bool, batch: int, M: int, K: int, N: int, O:
         if kernel == "data_gradient" and not wide:
             row_stages = 2
         in_place = kernel == "forward" and width > WIDEST_X_IN_REGISTERS
-        kept = consumers * CONSUMER_ROWS * (width if in_place else (width + out_width) * row_stages)
-        stage = block * (projections * width + out_width)
+        kept, streamed = width if in_place else (width + out_width) * row_stages, projections * width + out_width
     if batch > 1 and not inside:
         return None
-    stages = min(MOST_STAGES, (SHARED_MEMORY - BARRIER_BYTES - 2 * kept) // (2 * stage))
+    # Of each 64 rows or hidden units, so many columns stay on chip.
+    stages = stages_that_fit(streamed, block, consumers * kept // CONSUMER_ROWS, MOST_STAGES)
     return Sm90Config(block, consumers, stages, sms, row_stages, row.passes)
 
 

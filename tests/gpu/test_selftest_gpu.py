@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
 
 from fusedlayers.bench.cases.trial import Trial
 from fusedlayers.bench.selftest import running
@@ -32,14 +31,19 @@ def test_a_trial_of_each_kind_passes(trial: Trial) -> None:
 
 @pytest.mark.skipif(FACTS.backend != "sm90", reason="no Hopper GPU with Gluon")
 def test_a_fault_in_a_sm90_kernel_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    run = sm90.forward
+    prepare = sm90.prepare_forward
 
-    def off_by_one(*arguments: Any) -> torch.Tensor:
-        y = run(*arguments)
-        y.view(-1)[-1] += 1
-        return y
+    def off_by_one(*arguments: Any) -> Any:
+        launch = prepare(*arguments)
 
-    monkeypatch.setattr(sm90, "forward", off_by_one)
+        def run(tensors: tuple[Any, ...]) -> None:
+            launch(tensors)
+            y = tensors[4]
+            y.view(-1)[-1] += 1
+
+        return run
+
+    monkeypatch.setattr(sm90, "prepare_forward", off_by_one)
     trial = next(one for one in all_trials(FACTS) if one.case == "ffn" and one.machine == "few")
     [(name, reason)] = running.run(trial, DEVICE).failures.items()
     assert name == launched(trial.plan(FACTS))["forward_tiles"]

@@ -108,7 +108,7 @@ def operands(**changes: Tensor | None) -> Operands:
     ids=lambda value: str(sorted(value)) if isinstance(value, dict) else str(value),
 )
 def test_operands_are_taken_together(changes: dict[str, Tensor | None], taken: bool) -> None:
-    assert (operands(**changes).matrices is not None) == taken
+    assert (operands(**changes).matrices() is not None) == taken
 
 
 @pytest.mark.parametrize(

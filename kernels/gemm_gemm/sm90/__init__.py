@@ -1,22 +1,12 @@
 """The kernels of GEMM-GEMM and the narrow FFN for Hopper: warp-specialised, in Gluon, beside the generic ones.
 
 They take what ``tuning.sm90_config`` admits (16 bits; K and O up to 128, or both 256; no dropout) where the
-tensors lie as TMA wants them; anything else runs in the generic kernels, which compute the same.
+tensors lie as TMA wants them; anything else runs in the generic kernels, which compute the same from the same tensors,
+in the same order: there is never a seed among those of these kernels.
 """
 
-from .data_gradient import data_gradient, prepare_data_gradient
-from .forward import forward, prepare_forward
-from .hidden_gradient import hidden_gradient, prepare_hidden_gradient
-from .stored_weight_gradient import prepare_stored_weight_gradients
+from .rows import prepare_data_gradient, prepare_forward
+from .stored import prepare_stored
 from .weight_gradient import prepare_weight_gradient
 
-__all__ = [
-    "data_gradient",
-    "forward",
-    "hidden_gradient",
-    "prepare_data_gradient",
-    "prepare_forward",
-    "prepare_hidden_gradient",
-    "prepare_stored_weight_gradients",
-    "prepare_weight_gradient",
-]
+__all__ = ["prepare_data_gradient", "prepare_forward", "prepare_stored", "prepare_weight_gradient"]

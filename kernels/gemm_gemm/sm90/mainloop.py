@@ -1,16 +1,14 @@
-"""What the mainloops of two products share: rings of both operands, their load warp, and the hidden between products.
+"""What the kernels of two products share: rings of their operands, and the hidden between both products.
 
 The left operand of the second product is computed from the accumulator of the first one, in registers.
 """
 
 from typing import Any
 
-from ...activations import through_activation
-from ...hopper import Geometry, Matrix, gl, gluon, mbarrier, resources, warpgroup_mma, warpgroup_mma_wait
+from ...hopper import Geometry, gl, gluon, resources, warpgroup_mma
 from ...matmul.sm90.elements import zeros
 from ...matmul.sm90.loading import load_block, rows_first
-from ...matmul.sm90.ring import HALF, acquire, operand_ring, ring_beside, stage_of, wait_full
-from ...matmul.sm90.schedules import rows_at
+from ...matmul.sm90.ring import HALF, operand_ring, ring_beside
 from ..operands import Matrices, Operands
 
 
@@ -42,32 +40,36 @@ class Products:
 
 @gluon.jit
 def make_products(
-    x_desc, dy_desc, up_desc, gate_desc, down_desc, up_bias_ptr, gate_bias_ptr, N, M, up_step, down_step,
-    ROW_STAGES: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr, EVEN_N: gl.constexpr,
-    UP_TRANSPOSED: gl.constexpr, DOWN_TRANSPOSED: gl.constexpr, ACTIVATION: gl.constexpr, ACCURACY: gl.constexpr,
-    WEIGHTS_STAY: gl.constexpr = False,
+    x_desc, dy_desc, up_desc, gate_desc, down_desc, up_bias_ptr, gate_bias_ptr, sizes, PIPELINE: gl.constexpr,
+    EVEN_N: gl.constexpr, HOW: gl.constexpr, WEIGHTS_STAY: gl.constexpr = False,
 ):  # fmt: skip
-    """Consumers have stages of their own for rows and share those of weights, or the reverse where weights stay."""
+    """``sizes`` and ``HOW`` are those of :func:`sizes_and_how`; ``PIPELINE`` has consumers, stages of weights, of rows.
+
+    Consumers have stages of their own for rows and share those of weights, or the reverse where weights stay.
+    """
+    N, M, up_step, down_step = sizes
+    CONSUMERS: gl.constexpr = PIPELINE[0]
+    STAGES: gl.constexpr = PIPELINE[1]
     SHARED: gl.constexpr = 0 if WEIGHTS_STAY else CONSUMERS
-    x = operand_ring(x_desc, M, False, ROW_STAGES, CONSUMERS if WEIGHTS_STAY else 1)
-    up = operand_ring(up_desc, up_step, UP_TRANSPOSED, STAGES, SHARED)
+    x = operand_ring(x_desc, M, False, PIPELINE[2], CONSUMERS if WEIGHTS_STAY else 1)
+    up = operand_ring(up_desc, up_step, HOW[0], STAGES, SHARED)
     dy = None
     gate = None
     # Bytes that fill a stage of rows, and one of up's.
     ROW_BYTES: gl.constexpr = x_desc.block_type.nbytes + (0 if dy_desc is None else dy_desc.block_type.nbytes)
     UP_BYTES: gl.constexpr = up_desc.block_type.nbytes * (1 if gate_desc is None else 2)
     if gate_desc is not None:
-        gate = ring_beside(up, gate_desc, up_step, UP_TRANSPOSED)
+        gate = ring_beside(up, gate_desc, up_step, HOW[0])
     if dy_desc is None:
-        down = operand_ring(down_desc, down_step, DOWN_TRANSPOSED, STAGES, SHARED)
+        down = operand_ring(down_desc, down_step, HOW[1], STAGES, SHARED)
     else:
         dy = ring_beside(x, dy_desc, M, False)
-        down = ring_beside(up, down_desc, down_step, DOWN_TRANSPOSED)
+        down = ring_beside(up, down_desc, down_step, HOW[1])
     return Products(
         x=x, dy=dy, up=up, gate=gate, down=down, up_bias_ptr=up_bias_ptr, gate_bias_ptr=gate_bias_ptr, N=N,
-        UNITS=up_desc.block_type.shape[1] if UP_TRANSPOSED else up_desc.block_type.shape[0], CONSUMERS=CONSUMERS,
+        UNITS=up_desc.block_type.shape[1] if HOW[0] else up_desc.block_type.shape[0], CONSUMERS=CONSUMERS,
         ROW_BYTES=ROW_BYTES, UP_BYTES=UP_BYTES if dy_desc is None else UP_BYTES + down_desc.block_type.nbytes,
-        EVEN_N=EVEN_N, ACTIVATION=ACTIVATION, ACCURACY=ACCURACY,
+        EVEN_N=EVEN_N, ACTIVATION=HOW[2], ACCURACY=HOW[3],
     )  # fmt: skip
 
 
@@ -87,36 +89,6 @@ def load_units(products, batch, n, full, stage):
     load_block(products.up, batch * products.up.step, n, full, stage)
     if products.dy is not None:
         load_block(products.down, batch * products.down.step, n, full, stage)
-
-
-@gluon.jit
-def row_stage(consumer: gl.constexpr, turn, products):
-    """(stage, phase of its full barrier) of a consumer's rows of the ``turn``-th tile."""
-    stage, phase = stage_of(turn, products.x.STAGES // products.CONSUMERS)
-    return stage * products.CONSUMERS + consumer, phase
-
-
-@gluon.jit
-def load_tiles(products, schedule):
-    """The load warp: for one tile after another, the rows of each consumer, and all hidden units."""
-    position = 0
-    turn = 0
-    for index in range(gl.program_id(0), schedule.tiles, gl.num_programs(0)):
-        batch, row = rows_at(schedule, index)
-        for consumer in gl.static_range(products.CONSUMERS):
-            stage, phase = row_stage(consumer, turn, products)
-            full = products.x.full.index(stage)
-            mbarrier.wait(products.x.empty.index(stage), phase ^ 1)
-            mbarrier.expect(full, products.ROW_BYTES)
-            load_rows(products, batch, row + consumer * HALF, full, stage)
-        turn += 1
-        for n in range(0, products.N, products.UNITS):
-            stage, full = acquire(products.up, position, products.UP_BYTES)
-            load_units(products, batch, n, full, stage)
-            if products.dy is None:
-                stage, full = acquire(products.down, position, products.down.desc.block_type.nbytes)
-                load_block(products.down, batch * products.down.step, n, full, stage)
-            position += 1
 
 
 @gluon.jit
@@ -144,112 +116,28 @@ def start_pre_activations(x_tile, ring, bias_ptr, stage, n, products):
 
 
 @gluon.jit
-def multiply_twice(acc, tiles, position, products, first: gl.constexpr, second: gl.constexpr):
-    """(``acc`` and the second product of all hidden units, the position behind these in the rings of the weights).
-
-    ``first(acc, tiles, stage, n, products)`` gives ``acc``, once it is complete, and the first products of a block
-    of units; ``second(acc, block, n, position, products, EVEN_N)`` starts the sum of ``acc`` and their second
-    product.
-    """
-    stage = wait_full(products.up, position)
-    acc, block = first(acc, tiles, stage, 0, products)
-    if products.dy is None:
-        mbarrier.arrive(products.up.empty.index(stage))
-    for n in range(products.UNITS, products.N, products.UNITS):
-        # Only the last block can reach past N.
-        acc = second(acc, block, n - products.UNITS, position, products, True)
-        done = stage
-        position += 1
-        stage = wait_full(products.up, position)
-        # The next first products are under way together with this block's second one.
-        acc, block = first(acc, tiles, stage, n, products)
-        mbarrier.arrive(products.down.empty.index(done))
-        if products.dy is None:
-            mbarrier.arrive(products.up.empty.index(stage))
-    last = (gl.cdiv(products.N, products.UNITS) - 1) * products.UNITS
-    acc = second(acc, block, last, position, products, products.EVEN_N)
-    acc = warpgroup_mma_wait(0, [acc])
-    mbarrier.arrive(products.down.empty.index(stage))
-    return acc, position + 1
-
-
-@gluon.jit
-def left_operand(values, COLUMNS: gl.constexpr, DTYPE: gl.constexpr):
-    """Values in the registers where a product of so many columns has its left operand."""
-    return gl.convert_layout(values.to(DTYPE), gl.DotOperandLayout(0, zeros(HALF, COLUMNS).type.layout, 2))
-
-
-@gluon.jit
 def add_product(values, right, acc):
-    """Starts ``values right + acc``."""
-    return warpgroup_mma(left_operand(values, right.shape[1], right.dtype), right, acc, is_async=True)
+    """Starts ``values right + acc``, the values in the registers where a product has its left operand."""
+    layout: gl.constexpr = gl.DotOperandLayout(0, zeros(HALF, right.shape[1]).type.layout, 2)
+    return warpgroup_mma(gl.convert_layout(values.to(right.dtype), layout), right, acc, is_async=True)
 
 
-@gluon.jit
-def up_gradient(d_hidden, slope, z, GATED: gl.constexpr, ACTIVATION: gl.constexpr):
-    """dZ from dH. With a gate, z is but a factor of the hidden: its slope is the activation of the gate."""
-    if GATED:
-        return d_hidden * slope
-    else:
-        return through_activation(d_hidden, slope, z, ACTIVATION)
+def sizes_and_how(operands: Operands, matrices: Matrices) -> tuple[tuple[int, ...], tuple[object, ...]]:
+    """What kernels are told of their operands: N, M, and the rows between the entries of a batch of up and of down.
 
-
-@resources
-class Gradients:
-    """Where the gradients of the weights and biases go, None for those that nobody wants.
-
-    Gradients are dense, one batch entry behind the other. ``TRANSPOSED`` ones lie as operands of a batched GEMM-GEMM.
+    And at compile time: whether up and down lie transposed, as they are multiplied, the activation and its accuracy.
     """
-
-    up_ptr: Any
-    gate_ptr: Any
-    down_ptr: Any
-    up_bias_ptr: Any
-    gate_bias_ptr: Any
-    down_bias_ptr: Any
-    K: Any
-    O: Any
-    TRANSPOSED: Any
+    how = operands.arithmetic
+    sizes = operands.up.shape[-2], operands.x.shape[-2], matrices.up.step, matrices.down.step
+    return sizes, (matrices.up.transposed, not matrices.down.transposed, how.activation, how.accuracy)
 
 
-@gluon.jit
-def make_gradients(
-    up_ptr, gate_ptr, down_ptr, up_bias_ptr, gate_bias_ptr, down_bias_ptr, partial, first_unit, K: gl.constexpr,
-    O: gl.constexpr, TRANSPOSED: gl.constexpr,
-):  # fmt: skip
-    """The gradients of a batch entry whose units are ``first_unit`` and later ones, in a split ``partial`` behind."""
-    if up_ptr is not None:
-        up_ptr += partial + first_unit * K
-    if gate_ptr is not None:
-        gate_ptr += partial + first_unit * K
-    if down_ptr is not None:
-        down_ptr += partial + first_unit * O
-    if up_bias_ptr is not None:
-        up_bias_ptr += partial + first_unit
-    if gate_bias_ptr is not None:
-        gate_bias_ptr += partial + first_unit
-    if down_bias_ptr is not None:
-        down_bias_ptr += partial
-    return Gradients(
-        up_ptr=up_ptr, gate_ptr=gate_ptr, down_ptr=down_ptr, up_bias_ptr=up_bias_ptr, gate_bias_ptr=gate_bias_ptr,
-        down_bias_ptr=down_bias_ptr, K=K, O=O, TRANSPOSED=TRANSPOSED,
-    )  # fmt: skip
-
-
-def geometries(
-    matrices: Matrices, dy: Matrix | None, rows: int, units: int, width: int, out_width: int
-) -> tuple[Geometry | None, ...]:
-    """Blocks of x and, where it is given, of dy, and of up, gate and down."""
+def geometries(matrices: Matrices, rows: int, units: int, width: int, out_width: int) -> tuple[Geometry | None, ...]:
+    """Blocks of x and, where it is there, of dy, and of up, gate and down."""
     return (
         matrices.x.geometry(rows, width),
-        *(() if dy is None else (dy.geometry(rows, out_width),)),
+        *(() if matrices.beside is None else (matrices.beside.geometry(rows, out_width),)),
         matrices.up.geometry(units, width),
         None if matrices.gate is None else matrices.gate.geometry(units, width),
         matrices.down.geometry(out_width, units),
     )
-
-
-def last_constants(operands: Operands, matrices: Matrices) -> tuple[object, ...]:
-    """``UP_TRANSPOSED, DOWN_TRANSPOSED, ACTIVATION, ACCURACY``."""
-    how = operands.arithmetic
-    return matrices.up.transposed, not matrices.down.transposed, how.activation, how.accuracy

@@ -3,10 +3,8 @@
 Everything hidden is kept transposed, ``[hidden units, rows]``: it is the left operand of each gradient's product.
 """
 
-from typing import Any
-
 from ...activations import activation_unit, hidden_and_slopes, through_activation
-from ...hopper import Matrix, fence_async_shared, gl, gluon, mbarrier, resources, warpgroup_mma_wait
+from ...hopper import fence_async_shared, gl, gluon, mbarrier, warpgroup_mma_wait
 from ...launching import Launch
 from ...matmul.sm90.elements import zeros
 from ...matmul.sm90.loading import rows_first
@@ -14,42 +12,21 @@ from ...matmul.sm90.ring import HALF, acquire, wait_full
 from ...matmul.sm90.roles import specialize
 from ...tiles import only_before, split_range
 from ...tuning import CONSUMER_ROWS, Sm90Config, sm90_width
+from ..blocks import up_gradient
 from ..operands import Matrices, Operands
-from .mainloop import (
-    add_product,
-    geometries,
-    last_constants,
-    load_rows,
-    load_units,
-    make_gradients,
-    make_products,
-    start_product,
-    up_gradient,
-)
-
-
-@resources
-class _Split:
-    """Which part of the gradients a program computes: the rows and the hidden units of one batch entry."""
-
-    batch: Any
-    first_unit: Any
-    first_row: Any
-    end_row: Any
-    BLOCK_M: Any
-    EVEN_M: Any
+from .mainloop import add_product, geometries, load_rows, load_units, make_products, sizes_and_how, start_product
 
 
 @gluon.jit
-def _load(products, split):
+def _load(products, batch, first_unit, first_row, end_row):
     for consumer in gl.static_range(products.CONSUMERS):
         full = products.up.full.index(consumer)
         mbarrier.expect(full, products.UP_BYTES)
-        load_units(products, split.batch, split.first_unit + consumer * HALF, full, consumer)
+        load_units(products, batch, first_unit + consumer * HALF, full, consumer)
     position = 0
-    for row in range(split.first_row, split.end_row, split.BLOCK_M):
+    for row in range(first_row, end_row, products.x.desc.block_type.shape[0]):
         stage, full = acquire(products.x, position, products.ROW_BYTES)
-        load_rows(products, split.batch, row, full, stage)
+        load_rows(products, batch, row, full, stage)
         position += 1
 
 
@@ -59,10 +36,10 @@ def _unit_bias(bias_ptr, units, N):
 
 
 @gluon.jit
-def _add(values, sums, bias_sums, tile, ptr, bias_ptr, rows, products, split):
+def _add(values, sums, bias_sums, tile, ptr, bias_ptr, rows, M, EVEN_M: gl.constexpr):
     """Starts ``sums + values tile`` and adds up ``values``, or what is wanted of that."""
     # Past M, x and dy load as 0, but 0 times an infinite weight or bias is NaN.
-    values = only_before(values, rows, products.x.step, split.EVEN_M)
+    values = only_before(values, rows, M, EVEN_M)
     if bias_ptr is not None:
         bias_sums += gl.sum(values, 1)
     if ptr is not None:
@@ -71,62 +48,65 @@ def _add(values, sums, bias_sums, tile, ptr, bias_ptr, rows, products, split):
 
 
 @gluon.jit
-def _finished(sums, ptr):
-    if ptr is not None:
-        sums = warpgroup_mma_wait(0, [sums])
-    return sums
+def store_sums(ptr, sums, unit, column, units, width, UNITS_FIRST: gl.constexpr, first=0):
+    """Stores sums from a unit and a column on into the dense ``[units, width]`` that lies ``first`` elements behind.
 
-
-@gluon.jit
-def _store_matrix(ptr, sums, first_unit, products, WIDTH: gl.constexpr, UNITS_FIRST: gl.constexpr):
-    """Stores sums, the hidden units first, into a dense ``[N, WIDTH]`` matrix, or a ``[WIDTH, N]`` one."""
+    Or into ``[width, units]``; nothing without a pointer.
+    """
     if ptr is not None:
-        sums *= activation_unit(products.ACTIVATION, products.ACCURACY)
-        units = first_unit + gl.arange(0, sums.shape[0], gl.SliceLayout(1, sums.type.layout))
-        inner = gl.arange(0, sums.shape[1], gl.SliceLayout(0, sums.type.layout))
-        rows, columns = gl.expand_dims(units.to(gl.int64), 1), gl.expand_dims(inner.to(gl.int64), 0)
+        rows = gl.arange(0, sums.shape[0], gl.SliceLayout(1, sums.type.layout))
+        columns = gl.arange(0, sums.shape[1], gl.SliceLayout(0, sums.type.layout))
+        inside = gl.expand_dims(rows < units - unit, 1) & gl.expand_dims(columns < width - column, 0)
         if UNITS_FIRST:
-            offsets = rows * WIDTH + columns
+            target = ptr + (first + unit.to(gl.int64) * width + column)
+            offsets = gl.expand_dims(rows * width, 1) + gl.expand_dims(columns, 0)
         else:
-            offsets = rows + columns * products.N
-        inside = gl.expand_dims(units < products.N, 1) & gl.expand_dims(inner < WIDTH, 0)
-        gl.store(ptr + offsets, sums.to(ptr.dtype.element_ty), mask=inside)
+            target = ptr + (first + unit)
+            offsets = gl.expand_dims(rows, 1) + gl.expand_dims((column + columns).to(gl.int64) * units, 0)
+        gl.store(target + offsets, sums.to(ptr.dtype.element_ty), mask=inside)
 
 
 @gluon.jit
-def _store_vector(ptr, sums, units, products):
+def store_bias_sums(ptr, sums, unit, units, first=0):
+    """The same of a vector of sums from a unit on."""
     if ptr is not None:
-        sums *= activation_unit(products.ACTIVATION, products.ACCURACY)
-        gl.store(ptr + units, sums.to(ptr.dtype.element_ty), mask=units < products.N)
+        rows = gl.arange(0, sums.shape[0], sums.type.layout)
+        gl.store(ptr + (first + unit) + rows, sums.to(ptr.dtype.element_ty), mask=rows < units - unit)
 
 
 @gluon.jit
-def _consume(consumer: gl.constexpr, products, split, given):
+def _consume(
+    consumer: gl.constexpr, products, first_unit, first_row, end_row, gradients, K: gl.constexpr, O: gl.constexpr,
+    EVEN_M: gl.constexpr, TRANSPOSED: gl.constexpr,
+):  # fmt: skip
+    up_ptr, gate_ptr, down_ptr, up_bias_ptr, gate_bias_ptr = gradients
     GATED: gl.constexpr = products.gate is not None
-    DOWN: gl.constexpr = given.down_ptr is not None
-    UP: gl.constexpr = (given.up_ptr is not None) or (given.up_bias_ptr is not None)
-    GATE: gl.constexpr = (given.gate_ptr is not None) or (given.gate_bias_ptr is not None)
-    z_layout: gl.constexpr = zeros(HALF, split.BLOCK_M).type.layout
-    first_unit = split.first_unit + consumer * HALF
+    DOWN: gl.constexpr = down_ptr is not None
+    UP: gl.constexpr = (up_ptr is not None) or (up_bias_ptr is not None)
+    GATE: gl.constexpr = (gate_ptr is not None) or (gate_bias_ptr is not None)
+    BLOCK_M: gl.constexpr = products.x.desc.block_type.shape[0]
+    N, M = products.N, products.x.step
+    z_layout: gl.constexpr = zeros(HALF, BLOCK_M).type.layout
+    first_unit += consumer * HALF
     units = first_unit + gl.arange(0, HALF, gl.SliceLayout(1, z_layout))
-    rows = gl.arange(0, split.BLOCK_M, gl.SliceLayout(0, z_layout))
+    rows = gl.arange(0, BLOCK_M, gl.SliceLayout(0, z_layout))
     mbarrier.wait(products.up.full.index(consumer), 0)
     up, down = rows_first(products.up, consumer), rows_first(products.down, consumer)
     up_bias = None
     gate_bias = None
     if products.up_bias_ptr is not None:
-        up_bias = _unit_bias(products.up_bias_ptr, units, products.N)
+        up_bias = _unit_bias(products.up_bias_ptr, units, N)
+    if products.gate_bias_ptr is not None:
+        gate_bias = _unit_bias(products.gate_bias_ptr, units, N)
     if GATED:
         gate = rows_first(products.gate, consumer)
-    if products.gate_bias_ptr is not None:
-        gate_bias = _unit_bias(products.gate_bias_ptr, units, products.N)
     d_up = zeros(HALF, products.x.desc.block_type.shape[1])
     d_gate = zeros(HALF, products.x.desc.block_type.shape[1])
     d_down = zeros(HALF, products.dy.desc.block_type.shape[1])
     d_up_bias = gl.zeros([HALF], gl.float32, gl.SliceLayout(1, z_layout))
     d_gate_bias = gl.zeros([HALF], gl.float32, gl.SliceLayout(1, z_layout))
     position = 0
-    for row in range(split.first_row, split.end_row, split.BLOCK_M):
+    for row in range(first_row, end_row, BLOCK_M):
         stage = wait_full(products.x, position)
         x_tile, dy_tile = products.x.tiles.index(stage), products.dy.tiles.index(stage)
         z = start_product(up, x_tile, up_bias)
@@ -142,88 +122,85 @@ def _consume(consumer: gl.constexpr, products, split, given):
         else:
             z_gate = z
         values, slope, gate_slope = hidden_and_slopes(z, z_gate, GATED, products.ACTIVATION, products.ACCURACY)
-        d_down, _ = _add(values, d_down, d_up_bias, dy_tile, given.down_ptr, None, row + rows, products, split)
+        d_down, _ = _add(values, d_down, d_up_bias, dy_tile, down_ptr, None, row + rows, M, EVEN_M)
         if UP or GATE:
             d_hidden = warpgroup_mma_wait(1 if DOWN else 0, [d_hidden])
         if UP:
             dz = up_gradient(d_hidden, slope, z, GATED, products.ACTIVATION)
-            d_up, d_up_bias = _add(
-                dz, d_up, d_up_bias, x_tile, given.up_ptr, given.up_bias_ptr, row + rows, products, split
-            )  # fmt: skip
+            d_up, d_up_bias = _add(dz, d_up, d_up_bias, x_tile, up_ptr, up_bias_ptr, row + rows, M, EVEN_M)
         if GATE:
             dz = through_activation(d_hidden, gate_slope, z_gate, products.ACTIVATION)
-            d_gate, d_gate_bias = _add(
-                dz, d_gate, d_gate_bias, x_tile, given.gate_ptr, given.gate_bias_ptr, row + rows, products, split
-            )  # fmt: skip
-        d_down = _finished(d_down, given.down_ptr)
-        d_up = _finished(d_up, given.up_ptr)
-        d_gate = _finished(d_gate, given.gate_ptr)
+            d_gate, d_gate_bias = _add(dz, d_gate, d_gate_bias, x_tile, gate_ptr, gate_bias_ptr, row + rows, M, EVEN_M)
+        if DOWN:
+            d_down = warpgroup_mma_wait(0, [d_down])
+        if up_ptr is not None:
+            d_up = warpgroup_mma_wait(0, [d_up])
+        if gate_ptr is not None:
+            d_gate = warpgroup_mma_wait(0, [d_gate])
         mbarrier.arrive(products.x.empty.index(stage))
         position += 1
-    _store_matrix(given.up_ptr, d_up, first_unit, products, given.K, not given.TRANSPOSED)
-    _store_matrix(given.gate_ptr, d_gate, first_unit, products, given.K, not given.TRANSPOSED)
-    _store_matrix(given.down_ptr, d_down, first_unit, products, given.O, given.TRANSPOSED)
-    _store_vector(given.up_bias_ptr, d_up_bias, units, products)
-    _store_vector(given.gate_bias_ptr, d_gate_bias, units, products)
+    unit = activation_unit(products.ACTIVATION, products.ACCURACY)
+    store_sums(up_ptr, d_up * unit, first_unit, 0, N, K, not TRANSPOSED)
+    store_sums(gate_ptr, d_gate * unit, first_unit, 0, N, K, not TRANSPOSED)
+    store_sums(down_ptr, d_down * unit, first_unit, 0, N, O, TRANSPOSED)
+    store_bias_sums(up_bias_ptr, d_up_bias * unit, first_unit, N)
+    store_bias_sums(gate_bias_ptr, d_gate_bias * unit, first_unit, N)
 
 
-@gluon.jit(do_not_specialize=["stride_split", "up_step", "down_step", "N", "M", "splits"])
+@gluon.jit(do_not_specialize=["stride_split", "N", "M", "up_step", "down_step", "splits"])
 def _sm90_weight_gradient_kernel(
-    x_desc, dy_desc, up_desc, gate_desc, down_desc, up_bias_ptr, gate_bias_ptr,
+    x_desc, dy_desc, up_desc, gate_desc, down_desc, up_bias_ptr, gate_bias_ptr, seed_ptr,
     d_up_ptr, d_gate_ptr, d_down_ptr, d_up_bias_ptr, d_gate_bias_ptr,
-    stride_split, up_step, down_step, N, M, splits,
-    K: gl.constexpr, O: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr,
-    EVEN_M: gl.constexpr, GRADIENTS_TRANSPOSED: gl.constexpr, UP_TRANSPOSED: gl.constexpr,
-    DOWN_TRANSPOSED: gl.constexpr, ACTIVATION: gl.constexpr, ACCURACY: gl.constexpr,
+    stride_split, N, M, up_step, down_step, splits,
+    K: gl.constexpr, O: gl.constexpr, PIPELINE: gl.constexpr, EVEN_M: gl.constexpr, TRANSPOSED: gl.constexpr,
+    HOW: gl.constexpr,
 ):  # fmt: skip
-    BLOCK_M: gl.constexpr = x_desc.block_type.shape[0]
+    CONSUMERS: gl.constexpr = PIPELINE[0]
     program = gl.program_id(0)
     unit_tiles = gl.cdiv(N, HALF * CONSUMERS)
-    number = program % splits
-    batch = program // splits // unit_tiles
+    number, batch = program % splits, program // splits // unit_tiles
     first_unit = (program // splits % unit_tiles) * (HALF * CONSUMERS)
-    first_row, end_row = split_range(number, M, splits, BLOCK_M)
-    split = _Split(
-        batch=batch, first_unit=first_unit, first_row=first_row, end_row=end_row,
-        BLOCK_M=BLOCK_M, EVEN_M=EVEN_M,
-    )  # fmt: skip
-    given = make_gradients(
-        d_up_ptr, d_gate_ptr, d_down_ptr, d_up_bias_ptr, d_gate_bias_ptr, None, number.to(gl.int64) * stride_split,
-        batch.to(gl.int64) * N, K, O, GRADIENTS_TRANSPOSED,
-    )  # fmt: skip
+    first_row, end_row = split_range(number, M, splits, x_desc.block_type.shape[0])
     products = make_products(
-        x_desc, dy_desc, up_desc, gate_desc, down_desc, up_bias_ptr, gate_bias_ptr, N, M, up_step, down_step, STAGES,
-        CONSUMERS, CONSUMERS, False, UP_TRANSPOSED, DOWN_TRANSPOSED, ACTIVATION, ACCURACY, WEIGHTS_STAY=True,
+        x_desc, dy_desc, up_desc, gate_desc, down_desc, up_bias_ptr, gate_bias_ptr, (N, M, up_step, down_step),
+        PIPELINE, False, HOW, True,
     )  # fmt: skip
+    # Gradients are dense, one batch entry behind the other. Moved here, pointers take no registers of the consumers.
+    partial, entry = number.to(gl.int64) * stride_split, batch.to(gl.int64) * N
+    if d_up_ptr is not None:
+        d_up_ptr += partial + entry * K
+    if d_gate_ptr is not None:
+        d_gate_ptr += partial + entry * K
+    if d_down_ptr is not None:
+        d_down_ptr += partial + entry * O
+    if d_up_bias_ptr is not None:
+        d_up_bias_ptr += partial + entry
+    if d_gate_bias_ptr is not None:
+        d_gate_bias_ptr += partial + entry
+    gradients = (d_up_ptr, d_gate_ptr, d_down_ptr, d_up_bias_ptr, d_gate_bias_ptr)
     fence_async_shared()
-    specialize(CONSUMERS, _consume, (products, split, given), _load, (products, split))
+    specialize(
+        CONSUMERS,
+        _consume, (products, first_unit, first_row, end_row, gradients, K, O, EVEN_M, TRANSPOSED),
+        _load, (products, batch, first_unit, first_row, end_row),
+    )  # fmt: skip
 
 
 def prepare_weight_gradient(
-    operands: Operands,
-    matrices: Matrices,
-    dy: Matrix,
-    split_size: int,
-    transposed: bool,
-    splits: int,
-    config: Sm90Config,
+    operands: Operands, matrices: Matrices, split_size: int, transposed: bool, splits: int, config: Sm90Config
 ) -> Launch:
-    """The launch of one pass over x and dy.
+    """The launch of one pass over x and dy; its tensors are those of the generic kernel.
 
-    ``transposed`` gradients have the layout of a batched GEMM-GEMM's operands. Its tensors are x, dy, up, gate, down,
-    both biases, and those to fill, gradients or the first split's partials, as ``WeightGradients`` has them.
+    ``transposed`` gradients have the layout of a batched GEMM-GEMM's operands.
     """
     batch, rows, width, hidden, out_width = operands.sizes()
-    block_k, block_o = sm90_width(width), sm90_width(out_width)
     even = rows % config.block == 0 and (splits > 1 or batch > 1)
+    sizes, how = sizes_and_how(operands, matrices)
     return Launch(
         _sm90_weight_gradient_kernel,
-        batch * -(-hidden // (CONSUMER_ROWS * config.consumers)) * splits,
+        batch * config.row_tiles(hidden) * splits,
         (),
-        (split_size, matrices.up.step, matrices.down.step, hidden, rows, splits),
-        (
-            width, out_width, config.consumers, config.stages, even, transposed,
-            *last_constants(operands, matrices),
-        ),
-        geometries=geometries(matrices, dy, config.block, CONSUMER_ROWS, block_k, block_o),
-    )  # fmt: skip
+        (split_size, *sizes, splits),
+        (width, out_width, (config.consumers, config.consumers, config.stages), even, transposed, how),
+        geometries=geometries(matrices, config.block, CONSUMER_ROWS, sm90_width(width), sm90_width(out_width)),
+    )
