@@ -83,7 +83,9 @@ def test_sizes_one_at_a_time(path: str, changed: int, size: int) -> None:
     sizes = [17, 24, 20, 3]
     sizes[changed] = size
     tokens, K, N, E = sizes
-    assert_moe_close(lambda: moe_inputs(tokens, K, N, E, min(2, E)), path=path)
+    # Enough rows for each of many experts: of one or two, torch may have summed up a lucky few.
+    tokens = max(tokens, 8 * E)
+    assert_moe_close(lambda: moe_inputs(tokens, K, N, E, min(2, E)), path=path, draws=6 if E > 9 else None)
 
 
 @pytest.mark.parametrize("path", PATHS)

@@ -108,7 +108,7 @@ def like_x(tensors: Tensors, draw: Callable[..., Tensor] = torch.randn) -> Tenso
 
 def assert_moe_close(
     draw: Callable[[], Tensors], *, path: str = "epilogue", frozen: tuple[str, ...] = (),
-    own: Mapping[str, Any] | None = None, **options: Any,
+    own: Mapping[str, Any] | None = None, draws: int | None = None, **options: Any,
 ) -> None:  # fmt: skip
     """y and all gradients on ``path`` pass the closeness rule, some draws together; ``own`` options are ours.
 
@@ -124,7 +124,7 @@ def assert_moe_close(
         theirs = results(reference.moe_ffn, tensors, dy, frozen, **options)
         return ours, theirs, results(reference.moe_ffn, wide(tensors), dy.double(), frozen, **options)
 
-    first = [compared() for _ in range(DRAWS[path])]
+    first = [compared() for _ in range(draws or DRAWS[path])]
     parts = list(_judged_together(first, drawn))
     if _red(parts, first, ()):
         red = _red(parts, first, [compared() for _ in first])
