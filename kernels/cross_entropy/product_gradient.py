@@ -14,6 +14,7 @@ from ..device import tl, triton
 from ..gemm_reduce.operands import scores
 from ..hopper import Descriptor, dense, untransposed
 from ..launching import ceil_div, launch
+from ..matmul.generic.operands import Operand
 from ..tiles import grouped_tile, load_vector, store_tile
 from ..tuning import CONSUMER_ROWS
 from ..tuning.cross_entropy import LogitTiles
@@ -67,10 +68,9 @@ def _logit_gradient_kernel(
     band, tile = grouped_tile(tl.program_id(0), bands, tile_columns, GROUP)
     rows = band * BLOCK_M + tl.arange(0, BLOCK_M)
     cols = tile * BLOCK_N + tl.arange(0, BLOCK_N)
-    c = scores(
-        x_ptr, linear_ptr, rows, cols, x_strides[0], x_strides[1], linear_strides[0], linear_strides[1], M, V, zero,
-        K, BLOCK_K, False, EVEN_N, INPUT_PRECISION,
-    )  # fmt: skip
+    left = Operand(x_ptr, 0, x_strides[0], x_strides[1], M, K)
+    right = Operand(linear_ptr, 0, linear_strides[0], linear_strides[1], V, K)
+    c = scores(left, right, rows, cols, zero, K, BLOCK_K, False, EVEN_N, INPUT_PRECISION)
     if bias_ptr is not None:
         c += load_vector(bias_ptr, cols, 1, V)[None, :]
     given = Gradient(

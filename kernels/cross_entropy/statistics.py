@@ -11,6 +11,7 @@ from ..device import tl, triton
 from ..gemm_reduce.operands import exponential, scores
 from ..hopper import untransposed
 from ..launching import ceil_div, launch
+from ..matmul.generic.operands import Operand
 from ..tiles import load_vector
 from ..tuning import CONSUMER_ROWS
 from ..tuning.cross_entropy import LogitTiles, Shares, generic_shares, sm90_shares
@@ -45,10 +46,9 @@ def _statistics_kernel(
     found = tl.zeros([BLOCK_M], tl.int32)
     for tile in tl.range(own, tile_columns, ranges):
         cols = tile * BLOCK_N + tl.arange(0, BLOCK_N)
-        x = scores(
-            x_ptr, linear_ptr, rows, cols, x_strides[0], x_strides[1], linear_strides[0], linear_strides[1], M, V, zero,
-            K, BLOCK_K, False, EVEN_N, INPUT_PRECISION,
-        )  # fmt: skip
+        left = Operand(x_ptr, 0, x_strides[0], x_strides[1], M, K)
+        right = Operand(linear_ptr, 0, linear_strides[0], linear_strides[1], V, K)
+        x = scores(left, right, rows, cols, zero, K, BLOCK_K, False, EVEN_N, INPUT_PRECISION)
         if bias_ptr is not None:
             x += load_vector(bias_ptr, cols, 1, V)[None, :]
         x, _ = logits_of(x, scales, ARITHMETIC)
