@@ -67,7 +67,8 @@ TESTS: dict[str, tuple[str, ...]] = {
     "gemm_epilogue": (
         *(*_EPILOGUE, *_HIDDEN_GRADIENT, "functional/ffn_layouts", "functional/lora_ffn"),
         "functional/lora_ffn_dropout",
-        *("kernels/code_generation_epilogue", "kernels/prepared_launches", "kernels/dropout"),
+        *("kernels/code_generation_epilogue", "kernels/code_generation_scaled"),
+        *("kernels/prepared_launches", "kernels/dropout"),
     ),
     "gemm_reduce": (
         *(
@@ -87,6 +88,7 @@ TESTS: dict[str, tuple[str, ...]] = {
         *("functional/moe_ffn", "functional/linear", "functional/weight_gradient", "kernels/hopper"),
         *("kernels/code_generation_epilogue", "kernels/code_generation_moe", "kernels/code_generation_split_k"),
         *("kernels/code_generation_gradients", "kernels/code_generation_cross_entropy", "kernels/prepared_launches"),
+        "kernels/code_generation_scaled",
     ),
     "maxsim": (
         "functional/maxsim",
@@ -148,7 +150,7 @@ TESTS: dict[str, tuple[str, ...]] = {
 # The same of tests/gpu.
 GPU_TESTS: dict[str, tuple[str, ...]] = {
     "gemm_gemm": _GPU_GEMM_GEMM,
-    "gemm_epilogue": (*_GPU_EPILOGUE, "hidden_gradient_gpu", "lora_ffn_gpu"),
+    "gemm_epilogue": (*_GPU_EPILOGUE, "hidden_gradient_gpu", "lora_ffn_gpu", "scaled_hidden_gpu"),
     "gemm_reduce": ("gemm_reduce_gpu", "sm90_reduce", "maxsim_gpu"),
     "grouped_gemm": ("moe_ffn_gpu", "grouped_gemm_gpu", "model_experts_gpu"),
     "matmul": (
@@ -158,6 +160,7 @@ GPU_TESTS: dict[str, tuple[str, ...]] = {
         "linear_gpu",
         "weight_gradient_gpu",
         "added_product_gpu",
+        "scaled_hidden_gpu",
     ),
     "maxsim": ("maxsim_gpu",),
     "cross_entropy": _GPU_CROSS_ENTROPY,
@@ -177,7 +180,7 @@ GPU_TESTS: dict[str, tuple[str, ...]] = {
     "tiles": ("ffn_gpu", "gemm_gemm_gpu", "linear_gpu"),
     "hopper": ("sm90", "sm90_reduce"),
     "tuning": ("exact_integers",),
-    "launching": ("capture", "capturing_gpu", "running_gpu"),
+    "launching": ("capture", "capturing_gpu", "launching_gpu", "running_gpu"),
     "relaunching": ("capture", "running_gpu"),
     "capturing": ("capture", "capturing_gpu"),
     "device": ("running_gpu",),

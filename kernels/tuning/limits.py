@@ -1,5 +1,7 @@
 """Limits that all kernels share: sizes, and which architectures have an instruction."""
 
+from functools import cache
+
 MINIMUM_WIDTH = 16  # the smallest inner dimension a matrix instruction takes
 
 CONSUMER_ROWS = 64  # of a consumer (warp group): the rows of one wgmma
@@ -18,6 +20,7 @@ def starts_early(architecture: str) -> bool:
     return architecture.startswith("sm_") and int(architecture.removeprefix("sm_")) >= 90
 
 
+@cache
 def stages_that_fit(lines: int, step: int, buffers: int, most: int = 8, bits: int = 16) -> int:
     """Stages of a ring, at most ``most``, that fit into shared memory beside ``buffers`` of 64 × 64 16-bit elements.
 

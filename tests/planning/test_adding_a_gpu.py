@@ -43,7 +43,7 @@ COLUMN = [
     (
         "gemm_gemm.py",
         '    ("other", 16, False): _SMALL_16_BIT,\n',
-        '    ("sm_77", 16, False): _SM_90_16_BIT,\n    ("other", 16, False): _SMALL_16_BIT,\n',
+        '    ("sm_77", 16, False): _SMALL_16_BIT,\n    ("other", 16, False): _SMALL_16_BIT,\n',
     ),
     (
         "gemm_reduce.py",

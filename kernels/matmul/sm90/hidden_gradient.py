@@ -285,14 +285,13 @@ def _sm90_epilogue_gradient_kernel(
     dy_desc, down_desc, z_desc, gate_desc, dz_desc, d_gate_desc, hidden_desc, v_desc, a_desc, sums_ptr, seed_ptr,
     added_ptr, tile_expert_ptr, starts_ptr, weights_ptr, weight_sums_ptr, dy_scale_ptr, down_scale_ptr, inner, N,
     tile_columns, whole, rank, experts, tile_rows, group, M, dropout, limits,
-    RIGHT_TRANSPOSED: gl.constexpr, PIPELINE: gl.constexpr, WHOLE_COLUMNS: gl.constexpr, SCALE_STRIDES: gl.constexpr,
-    ACTIVATION: gl.constexpr,
+    LAYOUT: gl.constexpr, PIPELINE: gl.constexpr, ACTIVATION: gl.constexpr,
 ):  # fmt: skip
     STEP: gl.constexpr = PIPELINE[0]
     STAGES: gl.constexpr = PIPELINE[1]
     Z_STAGES: gl.constexpr = PIPELINE[2]
     schedule = make_schedule(tile_rows, tile_columns, group, tile_expert_ptr, starts_ptr, experts[0], experts[1], TILE)
-    ring = pingpong_ring(dy_desc, down_desc, RIGHT_TRANSPOSED, STEP, STAGES)
+    ring = pingpong_ring(dy_desc, down_desc, LAYOUT[0], STEP, STAGES)
     tiles = gl.allocate_shared_memory(z_desc.dtype, [2 * Z_STAGES, HALF, HALF], z_desc.layout)
     quarters = _Quarters(
         tiles=tiles, full=make_barriers(2 * Z_STAGES, 1), empty=make_barriers(2 * Z_STAGES, 1), STAGES=Z_STAGES
@@ -301,8 +300,8 @@ def _sm90_epilogue_gradient_kernel(
         dz=dz_desc, d_gate=d_gate_desc, hidden=hidden_desc, sums_ptr=sums_ptr, added_ptr=added_ptr,
         weights_ptr=weights_ptr, weight_sums_ptr=weight_sums_ptr, M=M, N=N,
         scales=Scales(
-            rows_ptr=dy_scale_ptr, columns_ptr=down_scale_ptr, gate_ptr=None, rows=M, ROW_STRIDE=SCALE_STRIDES[0],
-            COLUMN_STRIDE=SCALE_STRIDES[1],
+            rows_ptr=dy_scale_ptr, columns_ptr=down_scale_ptr, gate_ptr=None, rows=M, ROW_STRIDE=LAYOUT[2],
+            COLUMN_STRIDE=LAYOUT[3],
         ),
         dropout=Dropout(seed_ptr=seed_ptr, limit=dropout[0], scale=dropout[1], row=dropout[2], column=dropout[3]),
         activation=Activation(
@@ -310,7 +309,7 @@ def _sm90_epilogue_gradient_kernel(
             LIMITED=ACTIVATION[2],
         ),
         quarters=quarters, staging=make_staging(dz_desc, PIPELINE[3]), SUMS_STAY=PIPELINE[4],
-        WHOLE_COLUMNS=WHOLE_COLUMNS, BITS=dy_desc.dtype.primitive_bitwidth,
+        WHOLE_COLUMNS=LAYOUT[1], BITS=dy_desc.dtype.primitive_bitwidth,
     )  # fmt: skip
     dy_term = Term(left=dy_desc, right=down_desc, other=None, inner=inner, first=0)
     low_rank = Term(left=v_desc, right=a_desc, other=None, inner=rank, first=0)
@@ -371,8 +370,9 @@ def prepare_hidden_gradient(
         ),
         (tile_rows, 1 if stays else pipeline.group, rows, dropout.numbers(), limits or (0.0, 0.0)),
         (
-            down.transposed, (pipeline.step, pipeline.stages, pipeline.z_stages, pipeline.places, stays),
-            whole_columns, (dy.scale_stride, down.scale_stride), (activation, accuracy, limits is not None),
+            (down.transposed, whole_columns, dy.scale_stride, down.scale_stride),
+            (pipeline.step, pipeline.stages, pipeline.z_stages, pipeline.places, stays),
+            (activation, accuracy, limits is not None),
         ),
         geometries=(
             dy.geometry(half, pipeline.step),
