@@ -115,7 +115,7 @@ def _prepare_gradient(
     pipeline: EpiloguePipeline,
     dropout: Dropout,
 ) -> Launch:
-    left, right, first = (_matrix(name, each) for name, each in {"dy": dy, "w_down": w_down, "z": z}.items())
+    left, right, first = _matrix("dy", dy), _matrix("w_down", w_down), _matrix("z", z)
     gate = None if z_gate is None else _matrix("z_gate", z_gate)
     launch = sm90.prepare_hidden_gradient(
         left, right._replace(transposed=True), first, gate, (z.shape[1], z.shape[1]), keep_hidden, False,

@@ -147,8 +147,9 @@ def scaled() -> None:
     )
     bias, arithmetic = torch.randn(hidden, device="cuda", dtype=torch.bfloat16), Arithmetic("silu", "coarse", "ieee")
     for gated in (False, True):
-        gate, pipeline = (w, bias) if gated else (None, None), EPILOGUE_PIPELINES["scaled_hidden", gated]
-        kernels.scaled_hidden(x, w, bias, *gate, gated, arithmetic, pipeline, bias.dtype)
+        gate, pipeline = w if gated else None, EPILOGUE_PIPELINES["scaled_hidden", gated]
+        b_gate = bias if gated else None
+        kernels.scaled_hidden(x, w, bias, gate, b_gate, gated, arithmetic, pipeline, bias.dtype)
         z = torch.randn(rows, hidden, device="cuda", dtype=bias.dtype)
         pipeline = EPILOGUE_PIPELINES["scaled_hidden_gradient", gated]
         kernels.scaled_hidden_gradient(x, w, z, z if gated else None, gated, arithmetic, pipeline)

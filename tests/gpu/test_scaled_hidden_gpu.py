@@ -94,9 +94,9 @@ def test_close_to_the_product_of_what_the_values_stand_for(
     x, w, gate = drawn(size)
     bias = torch.randn(size[2], device=DEVICE, dtype=BFLOAT16)
     given = [meant(x), meant(w), bias.double(), meant(gate) if gated else None]
-    of_torch = expected(*(None if tensor is None else tensor.to(BFLOAT16) for tensor in given), activation)
+    of_torch = expected(*(None if tensor is None else tensor.to(BFLOAT16) for tensor in given), activation=activation)
     found = run(x, w, bias, gate if gated else None, activation, BFLOAT16)
-    assert_all_close(found, of_torch, expected(*given, activation))
+    assert_all_close(found, of_torch, expected(*given, activation=activation))
 
 
 def test_sums_keep_the_bits_that_the_tensor_core_keeps(size: tuple[int, int, int], gated: bool) -> None:
@@ -142,7 +142,7 @@ def test_exact_gradients_of_integers(size: tuple[int, int, int], gated: bool, by
         z, z_gate = (torch.randint(-1, 2, (M, N), device=DEVICE).to(BFLOAT16) for _ in range(2))
         given = z, z_gate if gated else None
         want = expected_gradient(
-            meant(dy), meant(w), *(None if each is None else each.double() for each in given), "relu"
+            meant(dy), meant(w), *(None if each is None else each.double() for each in given), activation="relu"
         )
         found = gradient(dy, w, *given, "relu")
         for name, value in want.items():
@@ -158,7 +158,7 @@ def test_gradients_as_close_as_those_of_torch(size: tuple[int, int, int], gated:
     given = z, z_gate if gated else None
     in_float64 = [meant(dy), meant(w), *(None if each is None else each.double() for each in given)]
     of_torch = expected_gradient(meant(dy).to(BFLOAT16), meant(w).to(BFLOAT16), *given, activation)
-    assert_all_close(gradient(dy, w, *given, activation), of_torch, expected_gradient(*in_float64, activation))
+    assert_all_close(gradient(dy, w, *given, activation), of_torch, expected_gradient(*in_float64, activation=activation))
 
 
 def test_the_same_bits_and_nothing_beside_the_result(size: tuple[int, int, int], gated: bool) -> None:
