@@ -158,7 +158,9 @@ def test_gradients_as_close_as_those_of_torch(size: tuple[int, int, int], gated:
     given = z, z_gate if gated else None
     in_float64 = [meant(dy), meant(w), *(None if each is None else each.double() for each in given)]
     of_torch = expected_gradient(meant(dy).to(BFLOAT16), meant(w).to(BFLOAT16), *given, activation)
-    assert_all_close(gradient(dy, w, *given, activation), of_torch, expected_gradient(*in_float64, activation=activation))
+    assert_all_close(
+        gradient(dy, w, *given, activation), of_torch, expected_gradient(*in_float64, activation=activation)
+    )
 
 
 def test_the_same_bits_and_nothing_beside_the_result(size: tuple[int, int, int], gated: bool) -> None:
