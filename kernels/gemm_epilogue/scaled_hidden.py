@@ -33,10 +33,23 @@ def scaled_hidden(
 
     Raises ValueError if TMA cannot read an operand or write a result, or if a bias is not contiguous.
     """
-    launch = prepared(
-        ready, ("scaled hidden", keep, dtype), _prepare, x, w_up, b_up, w_gate, b_gate, keep, arithmetic, pipeline,
-        dtype, dropout,
-    )  # fmt: skip
+
+    def prepare() -> Launch:
+        left, up = _matrix("x", x), _matrix("w_up", w_up)
+        gate = None if w_gate is None else _matrix("w_gate", w_gate)
+        columns = up.rows
+        if columns * dtype.itemsize % ALIGNMENT:
+            raise ValueError(f"w_up has {columns} rows, and so many {dtype} are to be a multiple of 16 bytes")
+        for name, bias in {"b_up": b_up, "b_gate": b_gate}.items():
+            if bias is not None and bias.stride(0) != 1:
+                raise ValueError(f"{name} has a stride of {bias.stride(0)}, and is to be contiguous")
+        launch = sm90.prepare_hidden(
+            left, up, gate, columns, keep, arithmetic.activation, arithmetic.accuracy, pipeline, dropout, None
+        )
+        assert launch is not None, "without a product of low rank"
+        return launch
+
+    launch = prepared(ready, ("scaled hidden", keep, dtype), prepare)
     found = x.values.new_empty(x.values.shape[0], w_up.values.shape[0], dtype=dtype)
     kept = torch.empty_like(found) if keep else None
     kept_gate = torch.empty_like(found) if keep and w_gate is not None else None
@@ -46,33 +59,6 @@ def scaled_hidden(
         x.scale, w_up.scale, gate_scale,
     ))  # fmt: skip
     return found, kept, kept_gate
-
-
-def _prepare(
-    x: Scaled,
-    w_up: Scaled,
-    b_up: torch.Tensor | None,
-    w_gate: Scaled | None,
-    b_gate: torch.Tensor | None,
-    keep: bool,
-    arithmetic: Named,
-    pipeline: EpiloguePipeline,
-    dtype: torch.dtype,
-    dropout: Dropout,
-) -> Launch:
-    left, up = _matrix("x", x), _matrix("w_up", w_up)
-    gate = None if w_gate is None else _matrix("w_gate", w_gate)
-    columns = w_up.values.shape[0]
-    if columns * dtype.itemsize % ALIGNMENT:
-        raise ValueError(f"w_up has {columns} rows, and so many {dtype} are to be a multiple of 16 bytes")
-    for name, bias in {"b_up": b_up, "b_gate": b_gate}.items():
-        if bias is not None and bias.stride(0) != 1:
-            raise ValueError(f"{name} has a stride of {bias.stride(0)}, and is to be contiguous")
-    launch = sm90.prepare_hidden(
-        left, up, gate, columns, keep, arithmetic.activation, arithmetic.accuracy, pipeline, dropout, None
-    )
-    assert launch is not None, "without a product of low rank"
-    return launch
 
 
 def scaled_hidden_gradient(
@@ -93,8 +79,18 @@ def scaled_hidden_gradient(
 
     Raises ValueError where an operand or a result does not lie as TMA wants it.
     """
-    name = "scaled hidden gradient", keep_hidden
-    launch = prepared(ready, name, _prepare_gradient, dy, w_down, z, z_gate, keep_hidden, arithmetic, pipeline, dropout)
+
+    def prepare() -> Launch:
+        left, right, first = _matrix("dy", dy), _matrix("w_down", w_down), _matrix("z", z)
+        gate = None if z_gate is None else _matrix("z_gate", z_gate)
+        launch = sm90.prepare_hidden_gradient(
+            left, right._replace(transposed=True), first, gate, (z.shape[1], z.shape[1]), keep_hidden, False,
+            arithmetic.activation, arithmetic.accuracy, pipeline, dropout, None,
+        )  # fmt: skip
+        assert launch is not None, "without a product of low rank"
+        return launch
+
+    launch = prepared(ready, ("scaled hidden gradient", keep_hidden), prepare)
     dz = torch.empty_like(z)
     d_gate = None if z_gate is None else torch.empty_like(z)
     hidden = torch.empty_like(z) if keep_hidden else None
@@ -103,26 +99,6 @@ def scaled_hidden_gradient(
         None, dy.scale, w_down.scale,
     ))  # fmt: skip
     return dz, d_gate, hidden
-
-
-def _prepare_gradient(
-    dy: Scaled,
-    w_down: Scaled,
-    z: torch.Tensor,
-    z_gate: torch.Tensor | None,
-    keep_hidden: bool,
-    arithmetic: Named,
-    pipeline: EpiloguePipeline,
-    dropout: Dropout,
-) -> Launch:
-    left, right, first = _matrix("dy", dy), _matrix("w_down", w_down), _matrix("z", z)
-    gate = None if z_gate is None else _matrix("z_gate", z_gate)
-    launch = sm90.prepare_hidden_gradient(
-        left, right._replace(transposed=True), first, gate, (z.shape[1], z.shape[1]), keep_hidden, False,
-        arithmetic.activation, arithmetic.accuracy, pipeline, dropout, None,
-    )  # fmt: skip
-    assert launch is not None, "without a product of low rank"
-    return launch
 
 
 def _matrix(name: str, operand: torch.Tensor | Scaled) -> Matrix:
