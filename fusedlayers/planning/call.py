@@ -1,6 +1,6 @@
 """What every problem and every plan have, whatever the operation."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, ClassVar, TypeVar
@@ -8,11 +8,10 @@ from typing import Any, ClassVar, TypeVar
 from ..kernels.tuning import has_tanh
 from ..kernels.tuning.dtypes import FORMATS, KERNEL_DTYPES, UNKNOWN, Format
 from .devices import Device, floor_seconds
+from .record import LAUNCHED, REPLAYED, TORCH, Estimate
 
 # Rows of what ``explain`` prints: (what, text).
 Facts = list[tuple[str, str]]
-# What was measured of an operation.
-Measured = TypeVar("Measured")
 # Field of a plan -> the results that are computed by it.
 Yields = Mapping[str, tuple[str, ...]]
 
@@ -55,6 +54,32 @@ class Call:
     def plan(self, device: Device, backend: str) -> "Decision":
         """The path that runs this call on ``device``, whatever the device avoids; see ``planning.plan``."""
         raise NotImplementedError
+
+    @property
+    def kin(self) -> str:
+        """The operation, and what else sets calls apart whose times do not follow from one another's: of a row."""
+        raise NotImplementedError
+
+    @property
+    def variant(self) -> str:
+        """What sets calls apart whose times differ by little."""
+        return ""
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """The sizes that times depend on."""
+        raise NotImplementedError
+
+    @property
+    def measured_as(self) -> tuple[str, ...]:
+        """How a call is launched for which all of these times count.
+
+        One by one, where the host may decide, or replayed in a CUDA graph, where the device alone does. Compiled code
+        is in between.
+        """
+        if self.captured:
+            return (REPLAYED,)
+        return (LAUNCHED, REPLAYED) if getattr(self, "compiled", False) else (LAUNCHED,)
 
     @property
     def tokens(self) -> int:
@@ -113,6 +138,7 @@ class Decision:
     workspace_bytes: int = 0
     floor_seconds: float | None = None
     unsupported: str | None = field(default=None, compare=False)  # why the kernels cannot run, if they cannot
+    estimate: Estimate | None = field(default=None, compare=False)  # what paths are expected to take
     avoided: tuple[str, ...] = ()  # configurations it would have, had they not failed the self-test on this device
 
     @classmethod
@@ -120,22 +146,20 @@ class Decision:
         cls: type[_Plan],
         problem: Any,
         device: Device,
-        path: str,
-        torch_because: str | None,
+        choice: Any,
         *,
         reason: str,
-        why_not_torch: str = "the kernels cover the problem",
         flops: int,
         bytes: int,
         **facts: Any,
     ) -> _Plan:
-        """The plan on the one ``path`` that has kernels, or on torch's where ``torch_because`` says why."""
-        by_kernels = torch_because is None
+        """The plan on the path of a ``choosing.Choice``; ``reason`` says what kernels gain."""
         return cls(
             problem=problem,
-            path=path if by_kernels else "torch",
-            reason=reason if by_kernels else NO_OTHER_PATH,
-            rejected=(("torch", why_not_torch),) if torch_because is None else ((path, torch_because),),
+            path=choice.path,
+            reason=reason if choice.path != TORCH else NO_OTHER_PATH,
+            rejected=tuple(choice.against.items()),
+            estimate=choice.estimate,
             flops=flops,
             bytes=bytes,
             floor_seconds=floor_seconds(flops, bytes, problem.dtype, device),
@@ -179,6 +203,7 @@ class Decision:
             ("problem", self.problem.described),
             ("device", " ".join(filter(None, (device.name, device.architecture)))),
             ("path", f"{self.path}: {self.reason}"),
+            *([] if self.estimate is None else [("expected", expected(self.estimate))]),
             *self.kernel_facts(),
             ("FLOPs", f"{self.flops:,}"),
             ("bytes moved", f"at least {self.bytes:,}"),
@@ -219,12 +244,10 @@ def no_kernels(problem: Any, device: Device) -> str | None:
 
 
 def unmeasured(device: Device) -> str | None:
-    """Why auto mode takes no kernel on this device unless something like the call was measured on it, or None."""
-    if device.measured:
+    """Why auto mode takes no kernel on this device, or None."""
+    if device.record is not None:
         return None
     where = device.architecture or device.kind
-    if device.calibration is not None:
-        return f"nothing like it was measured on this {where} GPU; {CALIBRATE} measures more"
     return f"the kernels were not measured on {where}; {CALIBRATE} does that, FUSEDLAYERS_BACKEND=triton runs them"
 
 
@@ -234,58 +257,22 @@ def not_measured(problem: Any, device: Device) -> str | None:
         return reason
     if problem.dtype == "float32":
         return "float32 products in IEEE precision do not use the matrix units; torch's kernels are faster"
-    return None
+    assert device.record is not None
+    return None if device.record.knows(problem.operation) else no_time_on_record(problem)
 
 
-def uneven(widths: Iterable[int], multiple: int) -> str | None:
-    """Why auto mode leaves rows of one of these ``widths`` to torch; None where all are multiples of that number."""
-    width = next((width for width in widths if width % multiple), None)
-    if width is None:
-        return None
-    return f"rows of {width} elements: torch was as fast or faster at no multiple of {multiple}"
-
-
-def too_small(amount: int, what: str, thresholds: tuple[int, int], captured: bool) -> str | None:
-    """Why auto mode leaves problems below a threshold (launched one by one, inside a CUDA graph) to torch, or None."""
-    least = thresholds[captured]
-    if amount >= least:
-        return None
-    bound = "inside a CUDA graph" if captured else "launched one by one"
-    return f"the call is too small: {amount:,} {what}, faster than torch from {least:,} on when {bound}"
-
-
-def why_not_kernels(
-    problem: Any,
-    device: Device,
-    backend: str,
-    unsupported: str | None,
-    figures: Measured | None,
-    why_slower: Callable[[Any, Device, Measured], str | None],
-) -> str | None:
-    """Why the kernels do not run a problem, given the user's wish; None where they do.
-
-    ``why_slower`` says by the ``figures`` of the operation, which were measured on such a device, why torch is expected
-    to be faster.
-    """
-    if unsupported is not None:
-        return unsupported
-    if backend == "torch":
-        return "the backend is set to torch"
-    if backend == "triton":
-        return None
-    if (reason := not_measured(problem, device)) is not None:
-        return reason
-    if figures is None:
-        return f"{problem.operation} was not measured on {device.architecture}; FUSEDLAYERS_BACKEND=triton runs it"
-    return why_slower(problem, device, figures)
+def no_time_on_record(problem: Any) -> str:
+    """Why auto mode leaves to torch what nothing is known of."""
+    return f"nothing like it was measured: {CALIBRATE} does that, FUSEDLAYERS_BACKEND=triton runs the kernels"
 
 
 def why_never_kernels(problem: Any, device: Device, backend: str) -> str | None:
     """Why no kernel runs ``problem`` on this device at any size, given the user's wish; None where some may."""
-    known = device.calibration
-    if backend == "auto" and known is not None and known.has_wins(problem.operation, problem.dtype):
-        backend = "triton"
-    return why_not_kernels(problem, device, backend, no_kernels(problem, device), device.figures, lambda *_: None)
+    if (reason := no_kernels(problem, device)) is not None:
+        return reason
+    if backend == "torch":
+        return "the backend is set to torch"
+    return not_measured(problem, device) if backend == "auto" else None
 
 
 def direction(problem: Any) -> str:
@@ -298,6 +285,24 @@ def activation_accuracy(problem: Any, device: Device) -> str:
     accuracy: str = problem.format.accuracy
     # Coarse is a hardware instruction.
     return "half" if accuracy == "coarse" and not has_tanh(device.architecture) else accuracy
+
+
+def in_words(seconds: float) -> str:
+    """Seconds as people say them."""
+    scaled, unit = (1e6 * seconds, "µs") if seconds < 1e-3 else (1e3 * seconds, "ms")
+    return f"{scaled:.3g} {unit}" if scaled < 100 else f"{scaled:,.0f} {unit}"
+
+
+def expected(estimate: Estimate) -> str:
+    """What each path is expected to take, and what it took at the nearest sizes that were measured."""
+    sizes = " × ".join(f"{size:,}" for size in estimate.nearest.sizes)
+    paths = sorted(estimate.seconds, key=estimate.seconds.__getitem__)
+    of_paths = [
+        f"{path} {in_words(estimate.seconds[path])}"
+        + (f" ({in_words(estimate.measured[path])})" if path in estimate.measured else "")
+        for path in paths
+    ]
+    return f"{', '.join(of_paths)} (in brackets: measured at {sizes})"
 
 
 def _in_brackets(reason: str) -> str:

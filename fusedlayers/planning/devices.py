@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from ..kernels.tuning.dtypes import FORMATS, GENERIC, SM90, UNKNOWN
-from . import measured
-from .measured import FIGURES, Figures
-
-if TYPE_CHECKING:
-    from .calibration import Calibration
+from . import measured, record
+from .measured import Preferences, TileCosts
+from .record import Record
 
 BACKENDS = ("auto", "triton", "torch")
 
@@ -38,7 +35,7 @@ class Device:
     backend: str = GENERIC  # whose kernels run on it, besides the generic ones, which run everywhere
     triton_release: tuple[int, ...] = (3, 6)
     avoided: frozenset[str] = frozenset()
-    calibration: Calibration | None = None
+    calibration: Record | None = None
     left_to_torch: str = ""
     release_note: str = ""
     untested: bool = False
@@ -49,26 +46,37 @@ class Device:
         return self.backend if self.backend in FORMATS.get(dtype, UNKNOWN).backends else GENERIC
 
     @property
-    def measured(self) -> bool:
-        """Whether anything was measured on GPUs of this architecture."""
-        return self.architecture in FIGURES
+    def record(self) -> Record | None:
+        """What was measured on it, and on GPUs like it; None where nothing was.
+
+        What is shipped was measured in the kernels of the architecture, and says nothing of the generic ones.
+        """
+        return record.of_device(self.name, self.architecture if self.backend != GENERIC else "", self.calibration)
 
     @property
-    def figures(self) -> Figures:
-        """What was measured on GPUs of this architecture."""
-        return FIGURES.get(self.architecture, FIGURES["other"])
+    def preferences(self) -> Preferences | None:
+        """What was measured of kernels beside one another on GPUs of this architecture."""
+        return measured.preferences(self.architecture)
+
+    @property
+    def tile_costs(self) -> TileCosts:
+        """What tiles cost on GPUs of this architecture, or on others."""
+        return measured.tile_costs(self.architecture)
 
     @property
     def ceilings(self) -> tuple[float, float] | None:
         """Its peak rates, (FLOP/s in 16 bits, bytes/s), where they are on record."""
-        return self.figures.ceilings.get(self.name)
+        found = record.shipped().get(self.name)
+        return None if found is None else tuple(found["ceilings"])
 
 
 # Descriptions of GPUs that are not there. Nothing that a user's own machine measured is in them, and the compiler is
 # the one that everything on record was measured with.
 CARDS = {
-    name: Device("cuda", full, architecture, sms=sms, triton=True, backend=SM90)
-    for name, (full, architecture, sms) in measured.CARDS.items()
+    each["card"]: Device(
+        "cuda", each["gpu"], each["architecture"], sms=each["sms"], triton=True, backend=SM90
+    )
+    for each in record.shipped().values()
 }
 
 

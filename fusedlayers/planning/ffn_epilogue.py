@@ -19,10 +19,9 @@ from ..kernels.tuning import (
 )
 from ..kernels.tuning.dtypes import GENERIC
 from . import hidden_gradient
-from .call import VECTOR, no_kernels, too_small, uneven
+from .call import VECTOR, no_kernels
 from .devices import Device
 from .hidden_gradient import HiddenGradientPlan, HiddenGradientProblem
-from .measured import Epilogue
 
 
 @dataclass(frozen=True)
@@ -64,7 +63,7 @@ def torch_multiplies_hidden(problem: Any, device: Device) -> bool:
     Measured of layers without adapters in 16 bits. It depends on the layer alone: a compiler that does not know the
     number of tokens asks, too.
     """
-    p, figures = problem, device.figures.epilogue
+    p, figures = problem, device.preferences
     if figures is None or _adapted(p) or not p.format.narrow:
         return False
     few_units = not p.gated and figures.few_units_width <= p.K and 2 * p.N <= p.K
@@ -73,7 +72,7 @@ def torch_multiplies_hidden(problem: Any, device: Device) -> bool:
 
 def torch_multiplies_gradient(problem: Any, device: Device) -> bool:
     """The same of the hidden's gradient."""
-    p, figures = problem, device.figures.epilogue
+    p, figures = problem, device.preferences
     pipeline = hidden_gradient.epilogue_pipeline("hidden_gradient", p, device)
     if figures is None or pipeline is None or _adapted(p):
         return False
@@ -128,44 +127,12 @@ def why_unsupported(problem: Any, device: Device) -> str | None:
     return no_kernels(problem, device)
 
 
-def why_slower(problem: Any, device: Device, figures: Epilogue) -> str | None:
-    """Why torch is expected to be faster, from measurements, or None."""
-    p = problem
-    if device.backend != GENERIC and min(p.K, p.O) < figures.least_width:
-        return f"not measured on this path below width {figures.least_width}"
-    if (reason := _why_generic(p, device)) is not None:
-        return reason
-    if not (p.gated or p.training) and torch_multiplies_hidden(p, device):
-        return f"{p.N} hidden units over rows of {p.K} elements: torch's product was as fast or faster"
-    if _adapted(p):
-        widths = [width for width in (p.K, p.O) if width >= figures.uneven_adapted_from[p.training]]
-        if (reason := uneven(widths, figures.row_elements)) is not None:
-            return reason
-    thresholds, least_rows = figures.faster_from[p.gated, p.training], figures.least_rows
-    if p.gated and p.waits_for_host:
-        least_rows = figures.few_rows
-    elif p.captured and not _adapted(p) and (not p.compiled if p.training else p.gated):
-        thresholds = thresholds[0], figures.recorded_from
-        if figures.few_rows_weights >= p.N * max(p.K, p.O):
-            least_rows = figures.few_rows
-    if least_rows > p.M:
-        return f"{p.M} tokens: torch was as fast or faster below {least_rows:,}"
-    flops = 2 * p.M * p.K * p.N * (2 if p.gated else 1)
-    if small := too_small(flops, "FLOPs", thresholds, p.captured):
-        return small
-    if not p.training or torch_multiplies_gradient(p, device):
-        return None
-    if hidden_gradient.choose_pipeline(_gradient_problem(p, p.N), device) is None:
-        return "the sums of so many rows pass their limit in the kernel that was measured faster than torch"
-    return None
-
-
-def _why_generic(problem: Any, device: Device) -> str | None:
+def why_generic(problem: Any, device: Device) -> str | None:
     """Why the warp-specialised kernels do not run ``problem``, or None."""
     if device.backend == GENERIC:
-        return "only the warp-specialised kernels were measured faster than torch, and they do not run here"
+        return "only the warp-specialised kernels were measured, and they do not run here"
     if problem.K % VECTOR or problem.N % VECTOR or problem.O % VECTOR:
-        return f"only the warp-specialised kernels were measured faster; their widths are multiples of {VECTOR}"
+        return f"only the warp-specialised kernels were measured; their widths are multiples of {VECTOR}"
     if problem.generic:
-        return f"only the warp-specialised kernels were measured faster; they cannot copy {problem.generic} as it lies"
+        return f"only the warp-specialised kernels were measured; they cannot copy {problem.generic} as it lies"
     return None

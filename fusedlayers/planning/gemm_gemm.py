@@ -7,30 +7,20 @@ through device memory.
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-from ..kernels.tuning import CONSUMER_ROWS, hidden_stride, padded_width, sm90_width, stored_config
+from ..kernels.tuning import hidden_stride, padded_width
 from . import ffn_chunked, ffn_epilogue, gemm_gemm_facts, reassociating
-from .call import (
-    NO_OTHER_PATH,
-    VECTOR,
-    Call,
-    Decision,
-    Facts,
-    Yields,
-    activation_accuracy,
-    no_kernels,
-    too_small,
-    why_not_kernels,
-)
+from .call import NO_OTHER_PATH, Call, Decision, Facts, Yields, activation_accuracy, no_kernels, not_measured
+from .choosing import Choice, choose
 from .costs import gemm_units, kept_by_torch, saved_bytes
 from .devices import Device, floor_seconds
 from .ffn_chunked import ChunkPlan
 from .ffn_epilogue import EpiloguePlan
 from .gemm_gemm_splits import choose_splits, choose_stored_splits
-from .gemm_gemm_tiles import all_on_sm90, chosen_tiles, generic_tiles, stored_tiles
-from .measured import GemmGemm
+from .gemm_gemm_tiles import chosen_tiles, generic_tiles, stored_tiles
+from .record import TORCH
 
-# Rows of the kernels' largest tiles.
-ROW_TILE = 2 * CONSUMER_ROWS
+# Why a path is not taken with recompute=True.
+_FORBIDDEN = "recompute=True forbids keeping the hidden"
 
 
 @dataclass(frozen=True)
@@ -103,6 +93,18 @@ class Problem(Call):
     def partial_bytes(self) -> int:
         """Float32 weight and bias gradients of one split."""
         return 4 * (self.weight_elements + 2 * self.N * self.batch)
+
+    @property
+    def kin(self) -> str:
+        return f"{self.operation}{' gated' if self.gated else ''}{' training' if self.training else ''}"
+
+    @property
+    def variant(self) -> str:
+        return self.activation
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        return (self.batch, self.M, self.K, self.N, self.O) if self.operation == "gemm_gemm" else (self.M, self.K, self.N)
 
     @property
     def described(self) -> str:
@@ -184,44 +186,32 @@ def plan(problem: Problem, device: Device, backend: str = "auto") -> Plan:
 
 def _plan(problem: Problem, device: Device, backend: str) -> Plan:
     not_fused = why_unsupported(problem, device)
-    figures = device.figures
-    reasons = {"fused": why_not_kernels(problem, device, backend, not_fused, figures.gemm_gemm, why_slower)}
+    if problem.operation == "gemm_gemm":
+        cannot = {"fused": not_fused, "reassociated": reassociating.why_not(problem, device, backend)}
+        choice = choose(problem, device, backend, cannot)
+        if choice.estimate is None and choice.path == TORCH and cannot["reassociated"] is None:
+            # No time is known of either, and both are products of torch's.
+            choice = reassociating.choose(problem, device, choice)
+        return plan_on(problem, device, choice, not_fused)
     # The kernels of the epilogue path hold an FFN of any width, whole or in chunks.
-    unsupported = not_fused if problem.operation == "gemm_gemm" else no_kernels(problem, device)
-    chunk_kernels = False
-    if problem.operation == "gemm_gemm":
-        reasons["chunked"] = "a batched GEMM-GEMM is not cut into chunks"
-    elif reasons["fused"] is None:
-        reasons |= dict.fromkeys(("epilogue", "chunked"))
-    else:
-        not_epilogue = ffn_epilogue.why_unsupported(problem, device)
-        slower = ffn_epilogue.why_slower
-        reasons["epilogue"] = why_not_kernels(problem, device, backend, not_epilogue, figures.epilogue, slower)
-        if problem.recompute is True:
-            # Chunks keep no pre-activations, so that the same kernels may compute them. Where these were measured,
-            # torch's operations took longer in chunks at every width.
-            not_chunks = why_not_kernels(problem, device, backend, unsupported, figures.epilogue, lambda *_: None)
-            chunk_kernels = not_chunks is None
-        reasons["chunked"] = None if problem.recompute is True else "only recompute=True needs its memory guarantee"
-        if problem.subclass:
-            reasons["chunked"] = f"an operand is a {problem.subclass}: parts of it cannot be written one by one"
-        if problem.empty:
-            reasons["chunked"] = "there is nothing to compute"
-    path = next((name for name, reason in reasons.items() if reason is None), "torch")
-    for name in reasons:
-        if reasons[name] is None and name != path:
-            kept = "pre-activations" if name == "epilogue" else "hidden either"
-            reasons[name] = f"the fused path keeps no {kept}, and is one kernel"
-    if problem.operation == "gemm_gemm":
-        reasons["reassociated"] = reassociating.why_not(problem, device, backend, path)
-        if reasons["reassociated"] is None:
-            better = reassociating.why_better(problem, device, path)
-            path, reasons = "reassociated", reasons | {path: better, "torch": better}
-    rejected = [(name, reason) for name, reason in reasons.items() if reason is not None]
-    if path != "torch" and "torch" not in reasons:
-        better = "recompute=True forbids keeping the hidden" if path == "chunked" else "the kernels cover the problem"
-        rejected.append(("torch", better))
-    return plan_on(problem, device, path, tuple(rejected), unsupported, chunk_kernels)
+    unsupported = no_kernels(problem, device)
+    if problem.recompute is True:
+        # Chunks keep no pre-activations, so that the same kernels may compute them. Where these were measured, torch's
+        # operations took longer in chunks at every width.
+        refused = "the backend is set to torch" if backend == "torch" else None
+        if refused is None and backend == "auto" and unsupported is None:
+            refused = not_measured(problem, device)
+        path, against = "chunked", {"fused": not_fused or refused, TORCH: _FORBIDDEN, "epilogue": _FORBIDDEN}
+        if against["fused"] is None:
+            path, against = "fused", {each: _FORBIDDEN for each in ("epilogue", TORCH)}
+        elif problem.subclass or problem.empty:
+            path = TORCH
+        choice = Choice(path, {each: reason for each, reason in against.items() if each != path and reason is not None})
+        return plan_on(problem, device, choice, unsupported, chunk_kernels=unsupported is None and refused is None)
+    not_epilogue = unsupported or (ffn_epilogue.why_generic(problem, device) if backend == "auto" else None)
+    cannot = {"fused": not_fused, "epilogue": not_epilogue}
+    choice = choose(problem, device, backend, cannot, lambda path: saved_bytes(problem, path, device))
+    return plan_on(problem, device, choice, unsupported)
 
 
 def why_unsupported(problem: Problem, device: Device) -> str | None:
@@ -235,78 +225,14 @@ def why_unsupported(problem: Problem, device: Device) -> str | None:
     return None
 
 
-def why_slower(problem: Problem, device: Device, figures: GemmGemm) -> str | None:
-    """Why torch is expected to be faster, from measurements, or None."""
-    if problem.recompute is True:
-        return None  # the alternative is to recompute in chunks, many launches for each
-    batched = problem.operation == "gemm_gemm"
-    kind = problem.operation if batched else "gated ffn" if problem.gated else "ffn"
-    sm90 = all_on_sm90(problem, device)
-    width = (sm90_width if sm90 else padded_width)(max(problem.K, problem.O))
-    tiles = problem.batch * -(-problem.M // ROW_TILE)
-    if batched and tiles < device.sms * figures.least_tiles[0 if sm90 else 1 + (problem.N % VECTOR > 0)]:
-        return f"{tiles} tiles of {ROW_TILE} rows leave SMs idle: torch was as fast or faster"
-    even = padded_width(problem.O) == problem.O or (batched and not problem.training and problem.O % VECTOR == 0)
-    if not (sm90 or even):
-        return f"width {problem.O} is padded to {padded_width(problem.O)}: torch was as fast or faster"
-    if batched and not sm90 and tiles < 2 * device.sms and figures.most_padding < (more := _padding(problem)):
-        return f"tiles are {more:.1f} times as large as what they hold: torch was as fast or faster"
-    one_launch = sm90 and not batched and problem.waits_for_host
-    if one_launch and width * problem.N <= figures.weights_of_one_launch[problem.gated]:
-        return None
-    if sm90 and not batched and _fills_too_few(tiles, width, problem, device, figures):
-        return f"{problem.M:,} rows keep too few SMs busy: the path for wider layers divides hidden units, too"
-    ends_within_tile = False
-    if sm90 and width > 128 and problem.needs_data_gradient and problem.needs_weight_gradient:
-        # Such a pass was measured faster than torch's only where it stores what is hidden.
-        stored = stored_config(problem.gated, problem.K, problem.N, problem.O, device.sms, device.triton_release)
-        sm90 = stored is not None
-        ends_within_tile = stored is not None and problem.N % stored.block > 0
-    rows = (figures.sm90_faster_from if sm90 else figures.faster_from)[kind, problem.training]
-    if sm90 and problem.training and not (problem.captured or problem.compiled):
-        rows = (*figures.trained_from.get(kind, ()), *rows)
-    thresholds = next((limits for largest, limits in rows if width <= largest), None)
-    if thresholds is None:
-        use = "training" if problem.training else "inference"
-        return f"in {use} torch was as fast or faster at width {width}"
-    units = problem.N if batched else min(problem.N, 4 * width)
-    elements = problem.batch * problem.M * units
-    if sm90 and units < problem.N and figures.busy_rows > problem.M:
-        elements = elements * units // problem.N  # each tile takes longer, while other SMs are idle
-    reason = too_small(elements, "hidden elements", thresholds, problem.captured)
-    many = problem.gated and problem.training and (units < problem.N or ends_within_tile)
-    if reason is None and many and width > figures.widest_of_many:
-        return f"{problem.N:,} hidden units at width {width}: the path for wider layers was faster"
-    return reason
-
-
-def _padding(problem: Problem) -> float:
-    """How many times as large the generic kernel's tiles of x and y are as what they hold."""
-    rows = -(-problem.M // ROW_TILE) * ROW_TILE / problem.M
-    return rows * (padded_width(problem.K) + padded_width(problem.O)) / (problem.K + problem.O)
-
-
-def _fills_too_few(tiles: int, width: int, problem: Problem, device: Device, figures: GemmGemm) -> bool:
-    """Whether ``tiles`` of rows fill so few SMs that the path for wider layers was faster, or torch in its place."""
-    _, share, units = next(row for row in figures.least_filled[problem.gated] if width <= row[0])
-    many = units < problem.N or (width > 64 and problem.gated and problem.training)
-    if not many or tiles >= share * device.sms:
-        return False
-    if problem.captured:
-        return True  # such calls that are too small for that path were faster in torch, too
-    epilogue = device.figures.epilogue
-    return epilogue is not None and ffn_epilogue.why_slower(problem, device, epilogue) is None
-
-
 def plan_on(
-    problem: Problem,
-    device: Device,
-    path: str,
-    rejected: tuple[tuple[str, str], ...] = (),
-    unsupported: str | None = None,
-    chunk_kernels: bool = False,
+    problem: Problem, device: Device, choice: Choice, unsupported: str | None = None, chunk_kernels: bool = False
 ) -> Plan:
-    """The plan on a path that can run ``problem``; ``chunk_kernels``: whether kernels compute the chunks."""
+    """The plan on the path that was chosen, which can run ``problem``.
+
+    ``chunk_kernels``: kernels compute the chunks.
+    """
+    path = choice.path
     element = problem.element_bytes
     rows = problem.batch * problem.M
     weight_tiles = None
@@ -373,14 +299,15 @@ def plan_on(
         if problem.training
         else "activations are computed with the products",
         "reassociated": reassociating.REASON,
-        "chunked": "recompute=True forbids keeping the hidden, which no kernel here holds on chip",
+        "chunked": f"{_FORBIDDEN}, which no kernel here holds on chip",
         "torch": NO_OTHER_PATH,
     }[path]
     return Plan(
         problem=problem,
         path=path,
         reason=reason,
-        rejected=rejected,
+        rejected=tuple(choice.against.items()),
+        estimate=choice.estimate,
         forward_units=forward_units,
         backward_units=backward_units,
         flops=flops,

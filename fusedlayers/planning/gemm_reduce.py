@@ -17,20 +17,21 @@ from ..kernels.tuning import (
     sm90_reduce_config,
 )
 from ..kernels.tuning.dtypes import GENERIC
-from .call import NO_OTHER_PATH, Call, Decision, Facts, Yields, direction, no_kernels, too_small, why_not_kernels
+from .call import NO_OTHER_PATH, Call, Decision, Facts, Yields, direction, no_kernels, no_time_on_record
+from .choosing import Choice, choose
 from .costs import SAVED_FOR_SLOPE, SLOPE_FROM_VALUE
 from .devices import PARTIALS_LIMIT, Device, floor_seconds
-from .measured import GemmReduce
+from .record import TORCH
 
 # A split of the reduced axis shorter than this many tiles spends more on its partials than on its products.
 SHORTEST_REDUCED_SPLIT = 4
-# That the warp-specialised kernel pads inner widths to.
-LEAST_WIDTH = 64
 # Programs that run on an SM at once: of the forward kernel, and of small tiles of both gradients.
 RESIDENT = 2
 # A program of both gradients at once begins and ends in the time of so many blocks of reduced rows, partials of several
 # ranges are added up in the time of so many, and no range has fewer than the last.
 RANGE_BLOCKS, SUM_BLOCKS, SHORTEST_RANGE = 4, 4, 2
+# Reductions whose times are those of another one.
+_ALIKE = {"min": "max", "absmax": "max", "mean": "sum"}
 # Activations that fall before they rise: around their minimum values lie so close together that small errors choose
 # which element is the least, and with it where the gradient goes.
 _FALLING = ("gelu", "gelu_tanh", "silu", "quick_gelu")
@@ -97,6 +98,14 @@ class ReduceProblem(Call):
         return self.op in ("sum", "mean") and self.activation == "identity"
 
     @property
+    def kin(self) -> str:
+        return f"gemm_reduce {_ALIKE.get(self.op, self.op)}{' training' if self.training else ''}"
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        return (self.batch, self.kept, self.reduced, self.K)
+
+    @property
     def described(self) -> str:
         sizes = f"B={self.batch} kept {self.kept} reduced {self.reduced} K={self.K}"
         return f"{sizes}, {self.dtype}, {direction(self)}"
@@ -135,30 +144,20 @@ class ReducePlan(Decision):
 def plan(problem: ReduceProblem, device: Device, backend: str = "auto") -> ReducePlan:
     """The path that runs ``problem`` on ``device``."""
     unsupported = no_kernels(problem, device)
-    algebraic = why_not_algebraic(problem)
-    fused = unsupported
-    if backend == "torch":
-        fused = fused or "the backend is set to torch"
-        algebraic = algebraic or "the backend is set to torch"
-    elif backend == "triton":
-        if fused is None:
-            algebraic = algebraic or "the backend is set to triton"
-    elif problem.atomic:
-        # What atomic=True asks for by name is no question of speed.
-        algebraic = algebraic or "atomic=True asks for the kernels"
-    else:
-        fused = why_not_kernels(problem, device, backend, unsupported, device.figures.gemm_reduce, why_slower)
-        algebraic = algebraic or why_slower_algebraic(problem, device, fused is None)
-        if algebraic is None:
-            fused = "the sum of a product is the product of a sum"
-    reasons = {"fused": fused, "algebraic": algebraic, "torch": None}
-    path = next(name for name, reason in reasons.items() if reason is None)
-    rejected = [(name, reason) for name, reason in reasons.items() if reason is not None]
-    if path == "fused":
-        rejected.append(("torch", "the kernels cover the problem"))
-    elif path == "algebraic":
-        rejected.append(("torch", "it would write the product, which is not needed"))
-    return _costed(problem, device, path, tuple(rejected), unsupported)
+    cannot = {"fused": unsupported, "algebraic": why_not_algebraic(problem)}
+    able = cannot["algebraic"] is None
+    if backend == "auto":
+        if problem.atomic and unsupported is None:
+            # What is asked for by name is no question of speed.
+            backend, cannot["algebraic"] = "triton", cannot["algebraic"] or "atomic=True asks for the kernels"
+        elif problem.activation != "identity" or problem.biased or problem.product:
+            cannot["fused"] = unsupported or f"bias, activation, or the product itself: {no_time_on_record(problem)}"
+    choice = choose(problem, device, backend, cannot)
+    if able and choice.estimate is None and choice.path == TORCH and backend == "auto":
+        # No time is known of either, and the product of a sum is less work on any device.
+        unknown = {path: why for path, why in choice.against.items() if path != "algebraic"}
+        choice = Choice("algebraic", {**unknown, TORCH: "it would write the product, which is not needed"})
+    return _costed(problem, device, choice, unsupported)
 
 
 def why_not_algebraic(problem: ReduceProblem) -> str | None:
@@ -174,39 +173,6 @@ def why_not_algebraic(problem: ReduceProblem) -> str | None:
     if problem.empty:
         return "there is nothing to compute"
     return None
-
-
-def why_slower_algebraic(problem: ReduceProblem, device: Device, in_kernels: bool) -> str | None:
-    """Why the product itself is expected to be faster than the product of a sum, from measurements, or None.
-
-    ``in_kernels``: kernels would compute it, not torch.
-    """
-    figures = device.figures.gemm_reduce
-    if figures is None:
-        return None
-    elements = problem.elements
-    if in_kernels and elements < figures.algebraic_slower_below:
-        return f"{elements:,} elements of the product: kernels were faster below {figures.algebraic_slower_below:,}"
-    return too_small(elements, "elements of the product", figures.algebraic_from[problem.training], problem.captured)
-
-
-def why_slower(problem: ReduceProblem, device: Device, figures: GemmReduce) -> str | None:
-    """Why torch is expected to be faster, from measurements, or None."""
-    if problem.activation != "identity" or problem.biased or problem.product:
-        return "bias, activation and writing the product were not measured; FUSEDLAYERS_BACKEND=triton runs the kernels"
-    if device.backend == GENERIC or problem.K % 8:
-        return f"inner width {problem.K} is none of the warp-specialised kernel, which was measured"
-    use = "training" if problem.training else "inference"
-    rows = figures.faster_from.get((problem.op, problem.training))
-    if rows is None:
-        return f"{problem.op} was not measured in {use}; FUSEDLAYERS_BACKEND=triton runs the kernels"
-    thresholds = next((limits for widest, limits in rows if widest >= problem.K), None)
-    if thresholds is None:
-        return f"in {use} torch was as fast or faster at inner width {problem.K}"
-    width = max(LEAST_WIDTH, padded_width(problem.K))
-    if width != problem.K and figures.widest_padded < problem.K:
-        return f"inner width {problem.K} is padded to {width}: in {use} torch was as fast or faster"
-    return too_small(problem.elements, "elements of the product", thresholds, problem.captured)
 
 
 def forward_tiles(problem: ReduceProblem, device: Device) -> ReduceConfig:
@@ -283,9 +249,9 @@ def _flops(problem: ReduceProblem, path: str, one_pass: bool) -> int:
 
 
 def _costed(
-    problem: ReduceProblem, device: Device, path: str, rejected: tuple[tuple[str, str], ...], unsupported: str | None
+    problem: ReduceProblem, device: Device, choice: Choice, unsupported: str | None
 ) -> ReducePlan:
-    element = problem.element_bytes
+    element, path = problem.element_bytes, choice.path
     operands = element * problem.batch * (problem.kept + problem.reduced) * problem.K
     result = element * problem.batch * problem.kept
     moved = operands + result + element * problem.elements * problem.product
@@ -318,7 +284,8 @@ def _costed(
         problem=problem,
         path=path,
         reason=reason,
-        rejected=rejected,
+        rejected=tuple(choice.against.items()),
+        estimate=choice.estimate,
         flops=flops,
         bytes=moved,
         saved_bytes=saved_bytes(problem, path),

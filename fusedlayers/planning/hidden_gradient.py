@@ -16,9 +16,10 @@ from ..kernels.tuning import (
     epilogue_tiles,
 )
 from ..kernels.tuning.dtypes import GENERIC
-from .call import Call, Decision, Facts, activation_accuracy, no_kernels, too_small, why_not_kernels
+from .call import Call, Decision, Facts, activation_accuracy, no_kernels
+from .choosing import choose
 from .devices import PARTIALS_LIMIT, Device
-from .measured import HiddenGradient
+from .measured import Preferences
 
 # Partial sums of the rows beyond this number are added up by a program itself, one tile after the other.
 MOST_BANDS = 256
@@ -54,6 +55,18 @@ class HiddenGradientProblem(Call):
         return self.flops, 2 * self.flops * self.training
 
     @property
+    def kin(self) -> str:
+        return "hidden_gradient gated" if self.gated else "hidden_gradient"
+
+    @property
+    def variant(self) -> str:
+        return self.activation
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        return (self.M, self.N, self.O)
+
+    @property
     def described(self) -> str:
         return f"M={self.M} (rows) N={self.N} (d_ff) O={self.O}, {self.dtype}"
 
@@ -84,13 +97,13 @@ def plan(
     ``torch_multiplies``: where kernels run, their tiles are those of what follows torch's product.
     """
     unsupported = no_kernels(problem, device)
-    fused = why_not_kernels(problem, device, backend, unsupported, device.figures.hidden_gradient, why_slower)
+    choice = choose(problem, device, backend, {"fused": unsupported})
     p = problem
     parts = 2 if p.gated else 1
     read = p.M * p.O + p.O * p.N + parts * p.M * p.N
     io_bytes = p.element_bytes * (read + parts * p.M * p.N + parts * p.N * p.bias)
     options: dict[str, Any] = {}
-    if fused is None:
+    if choice.path == "fused":
         if torch_multiplies:
             tiles, pipeline = EPILOGUE_ELEMENTS[p.gated], None
         else:
@@ -107,20 +120,11 @@ def plan(
             else _partial_bytes(problem, math.ceil(p.M / (row_tiles * tiles.block_m))),
         }
     return HiddenGradientPlan.of(
-        problem, device, "fused", fused,
+        problem, device, choice,
         reason="one kernel writes dZ" + (", and sums it up on the way" if p.bias else ""),
-        why_not_torch="the kernel covers the problem", flops=p.flops, bytes=io_bytes,
+        flops=p.flops, bytes=io_bytes,
         saved_bytes=p.element_bytes * read if p.training else 0, unsupported=unsupported, **options,
     )  # fmt: skip
-
-
-def why_slower(problem: HiddenGradientProblem, device: Device, figures: HiddenGradient) -> str | None:
-    """Why torch is expected to be faster, from measurements, or None."""
-    if device.backend == GENERIC:
-        return "only the warp-specialised kernel was measured faster than torch, and it does not run here"
-    if figures.least_width > problem.O:
-        return f"torch was as fast or faster below width {figures.least_width}"
-    return too_small(problem.flops, "FLOPs", figures.faster_from[problem.gated], problem.captured)
 
 
 def choose_row_tiles(problem: HiddenGradientProblem, tiles: EpilogueTiles, device: Device) -> int:
@@ -141,22 +145,22 @@ def choose_row_tiles(problem: HiddenGradientProblem, tiles: EpilogueTiles, devic
 def choose_pipeline(problem: HiddenGradientProblem, device: Device) -> EpiloguePipeline | None:
     """The warp-specialised kernel, where it runs and its partial sums stay within their limit."""
     pipeline = epilogue_pipeline("hidden_gradient", problem, device)
-    if pipeline is not None and _programs_stay(problem, pipeline, device.figures.hidden_gradient):
+    if pipeline is not None and _programs_stay(problem, pipeline, device.preferences):
         pipeline = _pipeline_on("hidden_gradient", problem.gated, device.sms, stays=True)
     if pipeline is not None and _sm90_partial_bytes(problem, pipeline) > PARTIALS_LIMIT:
         return None
     return pipeline
 
 
-def _programs_stay(problem: HiddenGradientProblem, pipeline: EpiloguePipeline, figures: HiddenGradient | None) -> bool:
+def _programs_stay(problem: HiddenGradientProblem, pipeline: EpiloguePipeline, known: Preferences | None) -> bool:
     """Whether a program has tiles of one column alone, where that was measured faster and few SMs stay idle."""
-    if figures is None or problem.gated or problem.empty:
+    if known is None or problem.gated or problem.empty:
         return False
-    if figures.widest_staying[0] < problem.O or figures.widest_staying[1] < problem.N:
+    if known.widest_staying[0] < problem.O or known.widest_staying[1] < problem.N:
         return False
     _, tile_columns = pipeline.tiles(problem.M, problem.N)
     busy = pipeline.programs_for_columns(tile_columns)
-    return busy >= figures.least_staying * pipeline.programs
+    return busy >= known.least_staying * pipeline.programs
 
 
 def epilogue_pipeline(kernel: str, problem: Any, device: Device) -> EpiloguePipeline | None:

@@ -5,23 +5,11 @@ from typing import Any, ClassVar, NamedTuple
 
 from ..kernels.tuning import SplitTiles, split_tiles, starts_early
 from . import weight_gradient
-from .call import (
-    ALIGNED,
-    NO_OTHER_PATH,
-    VECTOR,
-    Call,
-    Decision,
-    Facts,
-    Yields,
-    activation_accuracy,
-    direction,
-    no_kernels,
-    too_small,
-    why_not_kernels,
-)
+from .call import NO_OTHER_PATH, VECTOR, Call, Decision, Facts, Yields, activation_accuracy, direction, no_kernels
+from .choosing import Choice, choose
 from .costs import SAVED_FOR_SLOPE, SLOPE_FROM_VALUE
 from .devices import PARTIALS_LIMIT, Device, floor_seconds, splits_of_full_waves
-from .measured import Linear
+from .record import TORCH
 from .weight_gradient import WeightGradientPlan, WeightGradientProblem
 
 FORWARD, DATA_GRADIENT = "forward", "data gradient"
@@ -83,6 +71,18 @@ class LinearProblem(Call):
             M=self.M, O=self.N, K=self.K, dtype=self.dtype, bias=self.needs_bias_gradient, layer=True,
             input_precision=self.input_precision, captured=self.captured, subclass=self.subclass,
         )  # fmt: skip
+
+    @property
+    def kin(self) -> str:
+        return "linear training" if self.training else "linear"
+
+    @property
+    def variant(self) -> str:
+        return self.activation
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        return (self.M, self.N, self.K)
 
     @property
     def described(self) -> str:
@@ -177,10 +177,10 @@ def plan(problem: LinearProblem, device: Device, backend: str = "auto") -> Linea
     unsupported = no_kernels(problem, device)
     if backend == "auto" and problem.asks_for_kernels:
         backend = "triton"
-    forward = plan_product(problem, Product(FORWARD, p.M, p.N, p.K), device, backend, unsupported)
+    forward, choice = plan_product(problem, Product(FORWARD, p.M, p.N, p.K), device, backend, unsupported)
     data = None
     if p.needs_data_gradient:
-        data = plan_product(problem, Product(DATA_GRADIENT, p.M, p.K, p.N), device, backend, unsupported)
+        data, _ = plan_product(problem, Product(DATA_GRADIENT, p.M, p.K, p.N), device, backend, unsupported)
     weight = plan_weight_gradient(problem, device, backend) if p.needs_weight_gradient else None
     products = [
         ("forward", forward.tiles is not None, forward.reason),
@@ -211,12 +211,13 @@ def plan(problem: LinearProblem, device: Device, backend: str = "auto") -> Linea
         "workspace_bytes": max([0, *workspaces, 0 if weight is None else weight.workspace_bytes]),
         "floor_seconds": floor_seconds(flops, moved, p.dtype, device),
         "unsupported": unsupported,
+        "estimate": choice.estimate,
         "forward": forward,
         "data_gradient": data,
         "weight_gradient": weight,
     }
     if not fused:
-        few_rows = device.figures.linear is not None and device.figures.linear.most_rows >= p.M
+        few_rows = device.preferences is not None and device.preferences.dependent_rows >= p.M
         both = p.needs_data_gradient and p.needs_weight_gradient
         reasons = {str(reason) for _, _, reason in products}
         why = reasons.pop() if len(reasons) == 1 else "; ".join(f"{name}: {reason}" for name, _, reason in products)
@@ -245,26 +246,24 @@ def _padded_columns(
     problem: LinearProblem, device: Device, data: ProductPlan | None, weight: WeightGradientPlan | None
 ) -> int:
     """To how many columns dz and W are padded, where torch computes the gradients and is faster so; else 0."""
-    figures, columns = device.figures.linear, -(-problem.N // VECTOR) * VECTOR
+    known, columns = device.preferences, -(-problem.N // VECTOR) * VECTOR
     by_torch = (data is None or data.tiles is None) and (weight is None or weight.path == "torch")
-    if figures is None or columns == problem.N or not problem.format.narrow or not by_torch:
+    if known is None or columns == problem.N or not problem.format.narrow or not by_torch:
         return 0
-    small = too_small((problem.M + problem.N) * problem.K, "elements", figures.padded_from, problem.captured)
+    small = (problem.M + problem.N) * problem.K < known.padded_from[problem.captured]
     return 0 if small or (data is None and weight is None) else columns
 
 
 def plan_product(
     problem: LinearProblem, product: Product, device: Device, backend: str, unsupported: str | None
-) -> ProductPlan:
+) -> tuple[ProductPlan, Choice]:
     """Kernels with tiles and splits for one product, or torch and the reason."""
-
-    def slower(problem: LinearProblem, device: Device, figures: Linear) -> str | None:
-        return why_slower(problem, product, device, figures)
-
-    torch_because = why_not_kernels(problem, device, backend, unsupported, device.figures.linear, slower)
-    if torch_because is not None:
-        return ProductPlan(torch_because)
-    return ProductPlan("the kernels cover the product", *_tiles_and_splits(problem, product, device))
+    # Of a data gradient, which reads W across its rows, auto mode knows nothing that torch does not do as fast.
+    slow = "torch reads W across its rows as fast" if product.name == DATA_GRADIENT and backend == "auto" else None
+    choice = choose(problem, device, backend, {"fused": unsupported or slow})
+    if choice.path == TORCH:
+        return ProductPlan(choice.against["fused"]), choice
+    return ProductPlan("the kernels cover the product", *_tiles_and_splits(problem, product, device)), choice
 
 
 def _tiles_and_splits(problem: LinearProblem, product: Product, device: Device) -> tuple[SplitTiles, int]:
@@ -312,40 +311,3 @@ def _filling_splits(product: Product, tiles: SplitTiles, blocks: int, sms: int) 
 
     choices = [once, *[s for s in splits_of_full_waves(programs, at_once, blocks // LONG_SPLIT) if s > once]]
     return next((splits for splits in choices if filled(splits) >= FILLED), max(choices, key=filled))
-
-
-def why_slower(problem: LinearProblem, product: Product, device: Device, figures: Linear) -> str | None:
-    """Why torch is expected to be faster, from measurements, or None."""
-    p = product
-    fewer, more, whole = min(p.M, p.N), max(p.M, p.N), p.N % VECTOR == 0
-    moved = problem.element_bytes * (p.M * p.K + p.N * p.K + p.M * p.N)
-    if figures.most_rows < p.M:
-        return f"{p.M:,} rows: not measured with more than {figures.most_rows}"
-    if p.name == DATA_GRADIENT:
-        if figures.data_gradient_rows < p.M:
-            return f"{p.M:,} rows: torch was as fast or faster with more than {figures.data_gradient_rows}"
-        if figures.data_gradient_inner > p.K:
-            least = figures.data_gradient_inner
-            return f"it sums over {p.K:,} elements: torch was as fast or faster below {least:,}"
-        if figures.data_gradient_weights < p.N * p.K:
-            most = figures.data_gradient_weights
-            return f"{p.N * p.K:,} weights: torch was as fast or faster with more than {most:,}"
-    elif not p.aligned and (moved < figures.unaligned_bytes or (whole and (p.K % 2 == 0 or fewer > figures.few))):
-        return f"rows of {p.K:,} elements are not aligned: torch was as fast or faster"
-    elif p.M > 1 and whole and p.K % ALIGNED and more >= figures.many_columns:
-        return f"rows of {p.K:,} elements begin within a sector of memory: torch was as fast or faster"
-    elif fewer > figures.few_rows and more >= figures.wide_columns:
-        return f"{p.M:,} rows and {p.N:,} columns fill the GPU without a split: torch was as fast or faster"
-    elif fewer > figures.few:
-        long = more <= figures.middle and figures.long <= p.K
-        if (whole and not long) or figures.short > p.K:
-            return f"more than {figures.few} rows and columns: torch was as fast or faster"
-    elif more >= figures.many_columns and figures.short > p.K:
-        return (
-            f"{p.N:,} columns fill the GPU without a split, and {p.K:,} elements are few: torch was as fast or faster"
-        )
-    launched, replayed = figures.faster_from
-    if not (problem.training or problem.captured or problem.compiled):
-        _, splits = _tiles_and_splits(problem, product, device)
-        launched = figures.split_faster_from if splits > 1 else replayed
-    return too_small(moved, "bytes", (launched, replayed), problem.captured)

@@ -30,9 +30,9 @@ from ..kernels.tuning.cross_entropy import (
 )
 from ..kernels.tuning.dtypes import GENERIC
 from . import linear_cross_entropy_chunks as cutting
-from .call import Call, Decision, Facts, Yields, direction, no_kernels, too_small, why_not_kernels
+from .call import Call, Decision, Facts, Yields, direction, no_kernels
+from .choosing import choose
 from .devices import Device
-from .measured import LinearCrossEntropy
 
 # Rows of logits are a multiple of so many elements long. Products of a vocabulary that divides into no vectors of 16
 # bytes read a copy of the weight with as many rows: on an H200 those of GPT-2's 50,257 columns ran at 95 to 130 TFLOP/s
@@ -136,6 +136,14 @@ class LossProblem(Call):
         return self.element_bytes * self.padded_columns * self.K * self.pads_weight
 
     @property
+    def kin(self) -> str:
+        return f"linear_cross_entropy {kernel_path(self)}"
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        return (self.losses, self.K, self.V)
+
+    @property
     def described(self) -> str:
         several = "" if self.positions is None else f" × {self.positions} positions"
         return f"M={self.M} (tokens) K={self.K} V={self.V} (vocabulary){several}, {self.dtype}, {direction(self)}"
@@ -204,9 +212,8 @@ class LossPlan(Decision):
 def plan(problem: LossProblem, device: Device, backend: str = "auto") -> LossPlan:
     """The path that runs ``problem`` on ``device``."""
     unsupported = why_unsupported(problem, device)
-    figures = device.figures.linear_cross_entropy
-    torch_because = why_not_kernels(problem, device, backend, unsupported, figures, why_slower)
-    p, path = problem, kernel_path(problem) if torch_because is None else "torch"
+    choice = choose(problem, device, backend, {kernel_path(problem): unsupported})
+    p, path = problem, choice.path
     rows = cutting.choose_rows(problem) if path == "chunked" else 0
     chunks = -(-p.M // rows) if rows else 0
     wide_sum = cutting.needs_wide_sum(problem, chunks)
@@ -232,9 +239,7 @@ def plan(problem: LossProblem, device: Device, backend: str = "auto") -> LossPla
         reason = "no logits are in memory: their tiles are reduced on chip"
         reason += ", and computed again in the backward pass" if p.training else ""
     return LossPlan.of(
-        problem, device, kernel_path(problem), torch_because, reason=reason,
-        why_not_torch="it would write all logits" + (", and their gradient" if p.training else ""), flops=flops,
-        bytes=moved, saved_bytes=saved_bytes(problem, path != "torch"), unsupported=unsupported, **options,
+        problem, device, choice, reason=reason, flops=flops, bytes=moved, saved_bytes=saved_bytes(problem, path != "torch"), unsupported=unsupported, **options,
     )  # fmt: skip
 
 
@@ -294,14 +299,6 @@ def why_unsupported(problem: LossProblem, device: Device) -> str | None:
     if problem.positions is not None:
         return "the kernel takes one loss of each token, and a weight [V, K]"
     return "the kernel takes classes as targets, not their probabilities" if problem.probabilities else None
-
-
-def why_slower(problem: LossProblem, device: Device, figures: LinearCrossEntropy) -> str | None:
-    """Why torch is expected to be faster."""
-    if figures.fewest_classes > problem.V:
-        return f"rows of {problem.V:,} classes are short: torch runs those of fewer than {figures.fewest_classes:,}"
-    faster_from = figures.faster_from[kernel_path(problem)]
-    return too_small(problem.M * problem.V, "logits", faster_from, problem.captured)
 
 
 def saved_bytes(problem: LossProblem, chunked: bool) -> int:

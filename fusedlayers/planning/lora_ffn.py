@@ -4,8 +4,9 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from . import ffn_epilogue, gemm_gemm
-from .call import Call, direction, no_kernels, why_not_kernels
-from .costs import keeps_mask, mask_bytes
+from .call import Call, direction, no_kernels
+from .choosing import choose
+from .costs import keeps_mask, mask_bytes, saved_bytes
 from .devices import Device, floor_seconds
 from .gemm_gemm import Plan, Problem
 
@@ -93,13 +94,15 @@ class LoRAProblem(Problem):
 
 
 def plan(problem: LoRAProblem, device: Device, backend: str = "auto") -> Plan:
-    """The path that runs ``problem`` on ``device``: its thresholds are those of the FFN without adapters."""
+    """The path that runs ``problem`` on ``device``."""
     unsupported = no_kernels(problem, device)
-    slower = ffn_epilogue.why_slower
-    reason = why_not_kernels(problem, device, backend, unsupported, device.figures.epilogue, slower)
-    path = "torch" if reason is not None else "epilogue"
-    rejected = ("epilogue", reason) if reason is not None else ("torch", "the kernels cover the problem")
-    made = gemm_gemm.plan_on(problem, device, path, (rejected,), unsupported)
+    not_measured = ffn_epilogue.why_generic(problem, device) if backend == "auto" else None
+    choice = choose(
+        problem, device, backend, {"epilogue": unsupported or not_measured},
+        lambda path: saved_bytes(problem, path, device),
+    )  # fmt: skip
+    path = choice.path
+    made = gemm_gemm.plan_on(problem, device, choice, unsupported)
     flops = made.flops + sum(problem.adapter_flops)
     kept = problem.element_bytes * problem.M * problem.ranks
     if path == "torch":

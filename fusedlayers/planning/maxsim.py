@@ -15,10 +15,11 @@ from ..kernels.tuning import (
     sm90_reduce_config,
 )
 from ..kernels.tuning.dtypes import GENERIC
-from .call import Call, Decision, Facts, Yields, direction, no_kernels, too_small, why_not_kernels
+from .call import Call, Decision, Facts, Yields, direction, no_kernels
+from .choosing import choose
 from .devices import PARTIALS_LIMIT, Device
 from .gemm_reduce import reduce_text
-from .measured import MaxSim
+from .record import TORCH
 
 # Programs that a split aims at for every SM, and the fewest steps of a split that are worth its partial.
 FORWARD_PROGRAMS = 2
@@ -65,6 +66,14 @@ class MaxSimProblem(Call):
         return -(-self.document_tokens // max(self.documents, 1))
 
     @property
+    def kin(self) -> str:
+        return "maxsim training" if self.training else "maxsim"
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        return (self.queries, self.documents, self.query_tokens, self.document_tokens, self.K)
+
+    @property
     def described(self) -> str:
         queries = f"Q={self.queries} ({self.query_tokens} tokens, {self.query_layout})"
         documents = f"D={self.documents} ({self.document_tokens} tokens, {self.document_layout})"
@@ -109,8 +118,8 @@ class MaxSimPlan(Decision):
 def plan(problem: MaxSimProblem, device: Device, backend: str = "auto") -> MaxSimPlan:
     """The path that runs ``problem`` on ``device``."""
     unsupported = no_kernels(problem, device)
-    fused = why_not_kernels(problem, device, backend, unsupported, device.figures.maxsim, why_slower)
-    p, element, by_kernels = problem, problem.element_bytes, fused is None
+    choice = choose(problem, device, backend, {"fused": unsupported})
+    p, element, by_kernels = problem, problem.element_bytes, choice.path != TORCH
     product = p.model_flops[0]
     choices = p.documents * p.query_tokens
     # The queries' gradient adds up the chosen rows alone; torch multiplies with a matrix that is mostly zeros.
@@ -125,19 +134,10 @@ def plan(problem: MaxSimProblem, device: Device, backend: str = "auto") -> MaxSi
     io_bytes += element * p.K * p.query_tokens * p.needs_query_gradient
     io_bytes += element * p.K * p.document_tokens * p.needs_document_gradient
     return MaxSimPlan.of(
-        problem, device, "fused", fused, reason="the kernels keep no similarities", flops=flops, bytes=io_bytes,
+        problem, device, choice, reason="the kernels keep no similarities", flops=flops, bytes=io_bytes,
         saved_bytes=(element * read + (4 if by_kernels else 8) * choices) if p.training else 0,
         unsupported=unsupported, **(_kernels(problem, device) if by_kernels else {}),
     )  # fmt: skip
-
-
-def why_slower(problem: MaxSimProblem, device: Device, figures: MaxSim) -> str | None:
-    """Why torch is expected to be faster, from measurements, or None."""
-    thresholds = figures.faster_from.get(problem.training)
-    if thresholds is None or figures.widest < problem.K or device.backend == GENERIC:
-        return "not measured; FUSEDLAYERS_BACKEND=triton runs the kernels"
-    similarities = problem.query_tokens * problem.document_tokens
-    return too_small(similarities, "similarities", thresholds, problem.captured)
 
 
 def _splits(programs: int, wanted: int, steps: int, partial_bytes: int) -> int:

@@ -7,21 +7,11 @@ from ..kernels.tuning import EpiloguePipeline
 from ..kernels.tuning.dtypes import GENERIC
 from ..kernels.tuning.grouped_gemm import GroupedTiles, grouped_tiles, padded_rows, row_block
 from ..kernels.tuning.grouped_gemm_pipelines import BLOCK, GROUPED_PIPELINES, CooperativePipeline, GroupedPipeline
-from .call import (
-    Call,
-    Decision,
-    Facts,
-    Yields,
-    activation_accuracy,
-    direction,
-    no_kernels,
-    too_small,
-    uneven,
-    why_not_kernels,
-)
+from .call import ALIGNED, Call, Decision, Facts, Yields, activation_accuracy, direction, no_kernels
+from .choosing import choose
 from .costs import hidden_copies
 from .devices import Device
-from .measured import MoeFFN
+from .record import TORCH
 
 # Rows have 32-bit numbers.
 MOST_ROWS = 2**31 - 2**16
@@ -82,6 +72,18 @@ class MoeProblem(Call):
         return self.M
 
     @property
+    def kin(self) -> str:
+        return "moe_ffn training" if self.training else "moe_ffn"
+
+    @property
+    def variant(self) -> str:
+        return "gated" if self.gated else ""
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        return (self.M, self.K, self.N, self.E, self.top_k)
+
+    @property
     def described(self) -> str:
         sizes = f"M={self.M} (tokens) K={self.K} N={self.N} E={self.E} (experts) k={self.top_k}"
         return f"{sizes}, {self.dtype}, {direction(self)}"
@@ -138,12 +140,16 @@ class MoePlan(Decision):
 def plan(problem: MoeProblem, device: Device, backend: str = "auto") -> MoePlan:
     """The path that runs ``problem`` on ``device``."""
     p, unsupported = problem, why_unsupported(problem, device)
-    torch_because = why_not_kernels(problem, device, backend, unsupported, device.figures.moe_ffn, why_slower)
+    # Rows of weights that begin within a sector of memory are slow to read across, and in generic kernels to read at
+    # all. Rows of N elements are those of w_down, which a forward pass reads fast enough.
+    uneven = next((width for width in ((p.K, p.N) if p.training else (p.K,)) if width % ALIGNED), None)
+    slow = None if uneven is None or backend != "auto" else f"rows of {uneven} elements are no multiple of {ALIGNED}"
+    choice = choose(problem, device, backend, {"epilogue": unsupported or slow})
     flops = sum(p.model_flops)
     weights = p.E * p.K * p.N * p.products
     moved = p.element_bytes * (2 * p.M * p.K + weights) * (2 if p.training else 1)
     options: dict[str, Any] = {}
-    if torch_because is None:
+    if choice.path != TORCH:
         options = {
             **tiles(problem, device),
             "accuracy": activation_accuracy(problem, device),
@@ -152,10 +158,10 @@ def plan(problem: MoeProblem, device: Device, backend: str = "auto") -> MoePlan:
         if p.recompute and p.training:
             flops += 2 * p.slots * p.K * p.N * (p.products - 1)
     return MoePlan.of(
-        problem, device, "epilogue", torch_because,
+        problem, device, choice,
         reason="gate and activation are computed in the epilogue of the first product",
-        why_not_torch="it would store every step between the products", flops=flops, bytes=moved,
-        saved_bytes=saved_bytes(problem, torch_because is None), unsupported=unsupported, **options,
+        flops=flops, bytes=moved,
+        saved_bytes=saved_bytes(problem, choice.path != TORCH), unsupported=unsupported, **options,
     )  # fmt: skip
 
 
@@ -166,17 +172,6 @@ def why_unsupported(problem: MoeProblem, device: Device) -> str | None:
     if problem.capacity > MOST_ROWS:
         return f"{problem.capacity:,} rows are more than have a 32-bit number"
     return None
-
-
-def why_slower(problem: MoeProblem, device: Device, figures: MoeFFN) -> str | None:
-    """Why torch is expected to be faster, from measurements, or None."""
-    if device.backend == GENERIC:
-        return "without the warp-specialised kernels torch was as fast or faster"
-    # Rows of N elements are those of w_down, which a forward pass reads fast enough.
-    widths = (problem.K, problem.N) if problem.training else (problem.K,)
-    if (reason := uneven(widths, figures.row_elements)) is not None:
-        return reason
-    return too_small(problem.model_flops[0], "FLOPs", figures.faster_from[problem.training], problem.captured)
 
 
 def tiles(problem: MoeProblem, device: Device) -> dict[str, GroupedTiles | GroupedPipeline]:

@@ -10,9 +10,11 @@ from typing import Any, ClassVar
 from ..kernels.tuning import PIPELINES, WeightGradientPipeline
 from ..kernels.tuning.dtypes import GENERIC
 from ..kernels.tuning.grouped_gemm import GroupedTiles, product_tiles
-from .call import Call, Decision, Facts, no_kernels, too_small, why_not_kernels
+from .call import Call, Decision, Facts, no_kernels
+from .choosing import choose
 from .devices import PARTIALS_LIMIT, Device, splits_of_full_waves
-from .measured import TileCosts, WeightGradient
+from .measured import TileCosts
+from .record import LAUNCHED, REPLAYED
 
 # A split shorter than this many row blocks spends more on its partial than on its products.
 SHORTEST_SPLIT = 4
@@ -57,6 +59,19 @@ class WeightGradientProblem(Call):
         return 4 * (self.O * self.K + self.O * self.bias)
 
     @property
+    def kin(self) -> str:
+        return "weight_gradient with sums" if self.bias else "weight_gradient"
+
+    @property
+    def measured_as(self) -> tuple[str, ...]:
+        # The host of a layer's backward pass has more to do than to launch it.
+        return (LAUNCHED, REPLAYED) if self.layer and not self.captured else super().measured_as
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        return (self.M, self.O, self.K)
+
+    @property
     def described(self) -> str:
         return f"M={self.M} (rows) O={self.O} K={self.K}, {self.dtype}"
 
@@ -95,64 +110,30 @@ class WeightGradientPlan(Decision):
 def plan(problem: WeightGradientProblem, device: Device, backend: str = "auto") -> WeightGradientPlan:
     """The path that runs ``problem`` on ``device``."""
     unsupported = no_kernels(problem, device)
-    fused = why_not_kernels(problem, device, backend, unsupported, device.figures.weight_gradient, why_slower)
+    cannot = {"fused": unsupported}
+    if backend == "auto":
+        alone = problem.bias and not (problem.layer or problem.training)
+        cannot["sums"] = unsupported or (None if alone else "only calls by themselves were measured with it")
+    choice = choose(problem, device, backend, cannot)
     element = problem.element_bytes
     io_bytes = element * (problem.M * (problem.O + problem.K) + problem.O * (problem.K + problem.bias))
     options: dict[str, Any] = {}
-    if fused is None:
+    if choice.path == "fused":
         tiles = product_tiles(device.architecture, 8 * element)
         pipeline = None
         if device.backend_for(problem.dtype) != GENERIC:
-            pipeline, splits = choose_pipeline(problem, device.sms, device.figures.tile_costs)
+            pipeline, splits = choose_pipeline(problem, device.sms, device.tile_costs)
         else:
             splits = choose_splits(problem, device, tiles)
         workspace = splits * problem.partial_bytes if splits > 1 else 0
         options = {"tiles": tiles, "pipeline": pipeline, "splits": splits, "workspace_bytes": workspace}
-    plan = WeightGradientPlan.of(
-        problem, device, "fused", fused,
-        reason="one kernel reads dy once, for both gradients" if problem.bias else "one kernel computes dW",
+    reason = "one kernel reads dy once, for both gradients" if problem.bias else "one kernel computes dW"
+    return WeightGradientPlan.of(
+        problem, device, choice, reason="a kernel adds up dy" if choice.path == "sums" else reason,
         flops=problem.flops, bytes=io_bytes,
         saved_bytes=element * problem.M * (problem.O + problem.K) if problem.training else 0, unsupported=unsupported,
         **options,
     )  # fmt: skip
-    if fused is None or backend != "auto":
-        return plan
-    not_sums = why_not_kernels(problem, device, backend, unsupported, device.figures.weight_gradient, why_slower_sums)
-    if not_sums is not None:
-        return plan
-    rejected = (("fused", fused), ("torch", "its sum of the rows takes longer than that of a kernel"))
-    return replace(plan, path="sums", reason="a kernel adds up dy faster than torch does", rejected=rejected)
-
-
-def why_slower_sums(problem: WeightGradientProblem, device: Device, figures: WeightGradient) -> str | None:
-    """Why torch's own sums of dy are expected to be as fast as those of a kernel, from measurements, or None."""
-    if not problem.bias or problem.layer or problem.training or device.backend == GENERIC:
-        return "not measured"
-    if figures.summed_columns <= problem.O:
-        return f"{problem.O:,} columns of dy: torch's sums were as fast from {figures.summed_columns:,} on"
-    return too_small(problem.M * problem.O, "elements of dy", figures.summed_from, problem.captured)
-
-
-def _filled(width: int) -> float:
-    """The share of whole tiles that so many rows or columns of dW fill."""
-    return width / (-(-width // NARROWEST_TILE) * NARROWEST_TILE)
-
-
-def why_slower(problem: WeightGradientProblem, device: Device, figures: WeightGradient) -> str | None:
-    """Why torch is expected to be faster, from measurements, or None."""
-    least = figures.faster_from[problem.bias] if device.backend != GENERIC else None
-    if least is None:
-        return "torch was as fast or faster" + ("" if problem.bias else " where only dW is wanted")
-    weights, most, in_tiles = problem.O * problem.K, figures.most_weights, ""
-    if not problem.layer:
-        least, (of_few, of_many) = figures.alone_faster_from, figures.most_weights_alone
-        most = of_many if figures.many_rows <= problem.M else of_few
-        # The kernel computes whole tiles, and cuBLAS chooses among more sizes of them.
-        filled = _filled(problem.O) * _filled(problem.K)
-        most, in_tiles = round(most * filled**2), f" in {filled:.0%} of their tiles"
-    if most < weights and (problem.layer or figures.narrow < problem.K):
-        return f"{weights:,} weights{in_tiles}: torch was as fast or faster from {most:,} on"
-    return too_small(problem.flops, "FLOPs", least, problem.captured)
 
 
 def choose_splits(problem: WeightGradientProblem, device: Device, tiles: GroupedTiles) -> int:

@@ -1,0 +1,258 @@
+"""The record: seconds of every path that was measured, and what they say of sizes that were not.
+
+    gpu, architecture, sms    of the GPU, one file for each; ``card`` is the name that users know it by
+    ceilings                  its peak rates, (FLOP/s in 16 bits, bytes/s): large products and copies of random data
+    rows                      by operation: the names of its sizes and paths; and by kind of call, lines of sizes and of
+                              microseconds by path, launched one by one and then replayed in a CUDA graph; 0 where a
+                              path was not timed
+
+``python -m benchmarks.record`` makes the files from the committed results of the benchmark. What a user's own machine
+measured (``calibrations``) has the same form, and counts first.
+
+How many times as long as torch a path takes is interpolated between the rows of the same kind of call by Gaussian
+process regression (Rasmussen and Williams, *Gaussian Processes for Machine Learning*, 2006, chapter 2; in geology
+*kriging*). Logarithms of times are a linear function of those of sizes, and what differs from it alike where sizes are
+near one another: the covariance of two rows falls with the octaves between their sizes. Nothing else is known of the
+operations, so that a new one, or another GPU, needs rows and no rule.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cache
+from operator import mul
+from pathlib import Path
+from typing import Any, NamedTuple
+
+FOLDER = Path(__file__).parent / "data"
+TORCH = "torch"
+LAUNCHED, REPLAYED = "launched", "replayed"
+
+# The prior of the regression, in logarithms: how far a path is from the linear function, how steep that is for each
+# octave, of ratios and of seconds; and octaves within which rows vouch for one another.
+SPREAD, STEEPNESS, STEEPNESS_OF_SECONDS, REACH = 0.4, 0.1, 1.0, 2.0
+# Octaves that another class of alignment is away, and another activation.
+UNLIKE_ROWS, UNLIKE_VARIANT = 0.2, 0.2
+# The error of a measurement: launched calls are timed on hosts that differ, a user's own host is one.
+NOISE = {LAUNCHED: 0.2, REPLAYED: 0.03}
+OWN_NOISE = 0.03
+# Octaves beyond the least and the greatest that was measured, from which on sizes count as those.
+BEYOND = 3.0
+# Where nothing was measured nearby, a path must be expected to be so many times as fast as torch.
+ESTIMATED = 1.1
+# Multiples of elements at which rows begin, from the best one: lines of memory, sectors, vectors, words.
+_ALIGNMENTS = (64, 16, 8, 2)
+
+
+class Row(NamedTuple):
+    """What was measured: the kind of call, what it is a variant of, its sizes, and seconds by path."""
+
+    kin: str
+    variant: str
+    sizes: tuple[int, ...]
+    launched: Mapping[str, float]
+    replayed: Mapping[str, float]
+    own: bool = False  # by the user
+
+
+class Estimate(NamedTuple):
+    """What is expected of a call: seconds by path; and the nearest row, with its seconds by path."""
+
+    seconds: dict[str, float]
+    nearest: Row
+    measured: Mapping[str, float]
+
+
+class Record:
+    """All rows of one GPU; compared by identity."""
+
+    def __init__(self, rows: Iterable[Row]) -> None:
+        self._rows: dict[str, list[Row]] = {}
+        for row in rows:
+            self._rows.setdefault(row.kin, []).append(row)
+        self._surfaces: dict[tuple[str, str], Surface | None] = {}
+
+    def __len__(self) -> int:
+        return sum(map(len, self._rows.values()))
+
+    def rows(self) -> Iterator[Row]:
+        """Every row."""
+        for rows in self._rows.values():
+            yield from rows
+
+    def knows(self, operation: str) -> bool:
+        """Whether anything was measured of an operation."""
+        return any(kin.split(" ")[0] == operation for kin in self._rows)
+
+    def without(self, kin: str, sizes: tuple[int, ...]) -> Record:
+        """As if nothing had been measured at these sizes."""
+        return Record(row for row in self.rows() if (row.kin, row.sizes) != (kin, sizes))
+
+    def surface(self, kin: str, how: str) -> Surface | None:
+        """What is known of a kind of call, launched or replayed; None where nothing is."""
+        place = kin, how
+        if place not in self._surfaces:
+            rows = [row for row in self._rows.get(kin, ()) if len(getattr(row, how)) > 1]
+            self._surfaces[place] = Surface(rows, how) if rows else None
+        return self._surfaces[place]
+
+
+class Surface:
+    """The ratios of one kind of call, launched or replayed, at any sizes."""
+
+    def __init__(self, rows: Sequence[Row], how: str) -> None:
+        self.rows, self.seconds = rows, [getattr(row, how) for row in rows]
+        self._octaves = [octaves(row.sizes) for row in rows]
+        self._classes = [classes(row.sizes) for row in rows]
+        self._axes = [*zip(*self._octaves, strict=True)]
+        # By alignment and variant: how far rows are apart for that alone.
+        self._unlike: dict[tuple[tuple[int, ...], str], list[float]] = {}
+        self._bounds = [(min(axis) - BEYOND, max(axis) + BEYOND) for axis in self._axes]
+        self._middle = [math.fsum(axis) / len(rows) for axis in self._axes]
+        near = [self._nearness(*place) for place in zip(self._octaves, self._classes, (r.variant for r in rows))]
+        noise = [OWN_NOISE if row.own else NOISE[how] for row in rows]
+        logs = [{path: math.log(time) for path, time in found.items()} for found in self.seconds]
+        self._paths = {
+            path: self._fitted(near, noise, [found.get(path, math.nan) - found.get(TORCH, math.nan) for found in logs])
+            for path in {path for found in logs for path in found} - {TORCH}
+        }
+        self._torch = self._fitted(near, noise, [found.get(TORCH, math.nan) for found in logs], STEEPNESS_OF_SECONDS)
+
+    def near(self, sizes: Sequence[int], variant: str) -> tuple[list[float], list[float]]:
+        """Where sizes lie, in octaves; and how near they are to each row."""
+        place = [
+            least if octave < least else most if octave > most else octave
+            for octave, (least, most) in zip(octaves(sizes), self._bounds, strict=True)
+        ]
+        return place, self._nearness(place, classes(sizes), variant)
+
+    def ratios(self, place: Sequence[float], near: Sequence[float], paths: Iterable[str]) -> dict[str, float]:
+        """Logarithms of how many times as long as torch the ``paths`` take that were measured; torch's is 0."""
+        margin = math.log(ESTIMATED) * (1 - max(near))
+        found = {path: self._at(self._paths[path], place, near) + margin for path in paths if path in self._paths}
+        return {**found, TORCH: 0.0}
+
+    def torch_seconds(self, place: Sequence[float], near: Sequence[float]) -> float:
+        """What torch takes."""
+        return math.exp(self._at(self._torch, place, near))
+
+    def nearest(self, near: Sequence[float]) -> tuple[Row, Mapping[str, float]]:
+        """The row that is nearest, and its seconds."""
+        place = max(range(len(near)), key=near.__getitem__)
+        return self.rows[place], self.seconds[place]
+
+    def _nearness(self, place: Sequence[float], of: tuple[int, ...], variant: str) -> list[float]:
+        apart = self._unlike.get((of, variant))
+        if apart is None:
+            apart = self._unlike[of, variant] = [
+                UNLIKE_ROWS * sum(min(abs(one - two), 2) for one, two in zip(of, other, strict=True))
+                + UNLIKE_VARIANT * (row.variant != variant)
+                for other, row in zip(self._classes, self.rows, strict=True)
+            ]
+        # Done for every row at every new size.
+        for here, axis in zip(place, self._axes, strict=True):
+            apart = [sum + abs(here - there) for sum, there in zip(apart, axis)]  # noqa: B905
+        return [math.exp(distance / -REACH) for distance in apart]
+
+    def _fitted(
+        self, near: list[list[float]], noise: list[float], values: list[float], steepness: float = STEEPNESS
+    ) -> tuple[list[float], float, list[float]]:
+        """Weights of rows, of 1 and of each octave from the middle, by which values are interpolated.
+
+        Rows without a value have no weight.
+        """
+        known = [place for place, value in enumerate(values) if not math.isnan(value)]
+        away = [[one - two for one, two in zip(octave, self._middle, strict=True)] for octave in self._octaves]
+        covariance = [
+            [
+                SPREAD * SPREAD * near[one][two] + 1 + steepness * steepness * _dot(away[one], away[two])
+                + (noise[one] * noise[one] if one == two else 0)
+                for two in known
+            ]
+            for one in known
+        ]  # fmt: skip
+        weights = [0.0] * len(values)
+        for place, weight in zip(known, _solved(covariance, [values[place] for place in known]), strict=True):
+            weights[place] = weight
+        slopes = [steepness * steepness * _dot(weights, axis) for axis in zip(*away, strict=True)]
+        return [SPREAD * SPREAD * weight for weight in weights], math.fsum(weights), slopes
+
+    def _at(
+        self, fitted: tuple[list[float], float, list[float]], place: Sequence[float], near: Sequence[float]
+    ) -> float:
+        weights, constant, slopes = fitted
+        away = [one - two for one, two in zip(place, self._middle, strict=True)]
+        return _dot(weights, near) + constant + _dot(slopes, away)
+
+
+def octaves(sizes: Sequence[int]) -> list[float]:
+    """Their logarithms to the base of 2."""
+    return [math.log2(size) if size > 1 else 0.0 for size in sizes]
+
+
+def classes(sizes: Sequence[int]) -> tuple[int, ...]:
+    """How well rows of so many elements are aligned."""
+    return tuple(next((place for place, each in enumerate(_ALIGNMENTS) if size % each == 0), 4) for size in sizes)
+
+
+def _dot(one: Sequence[float], two: Sequence[float]) -> float:
+    return sum(map(mul, one, two))
+
+
+def _solved(matrix: list[list[float]], right: list[float]) -> list[float]:
+    """x of ``matrix x = right`` for a positive definite matrix, by Cholesky's factors."""
+    factor: list[list[float]] = []
+    for row, line in enumerate(matrix):
+        made: list[float] = []
+        for column in range(row):
+            above = factor[column]
+            made.append((line[column] - _dot(made, above)) / above[column])
+        made.append(math.sqrt(line[row] - _dot(made, made)))
+        factor.append(made)
+    half: list[float] = []
+    for value, line in zip(right, factor, strict=True):
+        half.append((value - _dot(half, line)) / line[-1])
+    found = [0.0] * len(half)
+    for row in reversed(range(len(half))):
+        found[row] = half[row] / factor[row][row]
+        for column in range(row):
+            half[column] -= factor[row][column] * found[row]
+    return found
+
+
+def read(found: Mapping[str, Any]) -> Iterator[Row]:
+    """The rows of a file."""
+    for operation, known in found["rows"].items():
+        count, paths = len(known["sizes"]), known["paths"]
+        for kind, lines in known["kinds"].items():
+            kin, _, variant = f"{operation} {kind}".partition(": ")
+            for line in lines:
+                sizes, times = line[:count], [*line[count:], *[0] * (2 * len(paths))]
+                launched, replayed = times[: len(paths)], times[len(paths) :]
+                yield Row(kin, variant, tuple(sizes), _seconds(paths, launched), _seconds(paths, replayed))
+
+
+def _seconds(paths: Sequence[str], times: Sequence[float]) -> dict[str, float]:
+    return {path: 1e-6 * time for path, time in zip(paths, times, strict=False) if time}
+
+
+@cache
+def shipped() -> dict[str, dict[str, Any]]:
+    """The files that are installed with the package, by the driver's name of the GPU."""
+    found = [json.loads(path.read_text()) for path in sorted(FOLDER.glob("*.json")) if path.stem != "kernels"]
+    return {each["gpu"]: each for each in found}
+
+
+@cache
+def of_device(gpu: str, architecture: str, own: Record | None) -> Record | None:
+    """What the user measured, what was measured on such a GPU, and what that lacks of others of its architecture."""
+    alike = [each for each in shipped().values() if each["architecture"] == architecture]
+    rows: list[Row] = []
+    for each in sorted(alike, key=lambda each: each["gpu"] != gpu):
+        known = {row.kin for row in rows}
+        rows += [row for row in read(each) if row.kin not in known]
+    if own is not None:
+        rows += own.rows()
+    return Record(rows) if rows else None
