@@ -36,7 +36,7 @@ from fusedlayers.bench.cases import DTYPES, Grid, Shape
 from fusedlayers.bench.contenders import AUTO_SWITCHES, FUSED_SWITCHES, Contender
 from fusedlayers.bench.record import Record
 from fusedlayers.bench.runner import FORWARD, FORWARD_BACKWARD, shape_text
-from fusedlayers.bench.timing import NotTimed, Timing, loop_clock_for, measure
+from fusedlayers.bench.timing import NotTimed, Timing, measure
 from fusedlayers.bench.verification import Verification, close
 from fusedlayers.closeness import compare_draws
 from fusedlayers.functional.dispatch import decisions
@@ -46,6 +46,7 @@ from . import host_tables
 from .chains import DEPTH, FUNCTION, MODULE, STANDS, TORCH, Layer, Loop, Stand
 from .endings import finish
 from .host_tables import AUTO, AUTO_FUNCTION, COMPILED, KERNELS, ONE_THREAD, ONE_WAY
+from .loop_clock import loop_clock_for
 
 # Host time this close to the time of the loop means that the host sets the pace.
 HOST_BOUND_SHARE = 0.9

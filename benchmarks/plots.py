@@ -7,13 +7,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from fusedlayers.bench.contenders import AUTO, AUTOTUNED, CCE, CHECKPOINTED, CONTENDERS, FUNCTION, FUSED, LIGER, QUACK
+from fusedlayers.bench.contenders import AUTO, AUTOTUNED, CCE, CHECKPOINTED, FUNCTION, FUSED, LIGER, QUACK
 from fusedlayers.bench.record import Record
 from fusedlayers.bench.tables import DIRECTIONS, KINDS, median, shape_of, speed_up
 
 from .layer_tables import HOW_TO_TIME, rows_with_times
 
-# Chosen to stay apart in print and for colour-blind readers.
+# In the order of the bars; chosen to stay apart in print and for colour-blind readers.
 _COLOURS = {
     "torch eager": "#8c8c8c",
     "torch.compile": "#4c4c4c",
@@ -110,7 +110,7 @@ def _times(axes: Any, rows: list[Record]) -> None:
     floors = [row["floor_seconds"] for row in rows]
     known = all(floor is not None for floor in floors)
     series = {}
-    for name in CONTENDERS:
+    for name in _COLOURS:
         times = [None if name == FUSED and _same(row) else _device_time(row, name) for row in rows]
         if any(time is not None for time in times):
             units = floors if known else [1e-6] * len(rows)

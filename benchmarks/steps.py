@@ -39,7 +39,7 @@ from fusedlayers.bench.arguments import add_record_options, chosen_device, posit
 from fusedlayers.bench.cases import DTYPES
 from fusedlayers.bench.contenders import AUTO_SWITCHES, FUSED_SWITCHES, Contender
 from fusedlayers.bench.record import Record
-from fusedlayers.bench.timing import NotTimed, Timing, loop_clock_for, measure
+from fusedlayers.bench.timing import NotTimed, Timing, measure
 from fusedlayers.bench.verification import Finding, Verification
 from fusedlayers.closeness import MAX_ERROR_LIMIT, RMS_FLOOR
 from fusedlayers.functional.dispatch import decisions
@@ -48,6 +48,7 @@ from fusedlayers.replacing.expert_ffns import run_eagerly
 
 from . import attention, step_tables
 from .endings import finish
+from .loop_clock import loop_clock_for
 from .step_models import (
     AUTO,
     KERNELS,

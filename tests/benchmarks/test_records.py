@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks import layer_tables, plots, records
 from fusedlayers.bench import __main__ as bench
-from fusedlayers.bench import record
+from fusedlayers.bench import contenders, record
 from fusedlayers.bench.record import Record
 from tests.support import gpu_records
 from tests.support.gpu_records import entry
@@ -78,6 +78,15 @@ def test_plots_are_made_from_the_file(gpu_record: Record, tmp_path: Path, monkey
     assert speed_ups["forced kernels, replayed"] == [None, pytest.approx(800 / 1900)]
     assert times["torch eager"] == pytest.approx([400 / 33, 990 / 33])
     assert times["torch.compile"] == pytest.approx([917 / 33, 800 / 33])
+
+
+def test_every_contender_has_a_colour() -> None:
+    assert set(plots._COLOURS) == {
+        *contenders.TORCH_CONTENDERS,
+        *contenders.ON_REQUEST,
+        contenders.AUTO,
+        contenders.FUSED,
+    }
 
 
 def test_plots_without_matplotlib_say_what_to_install(
