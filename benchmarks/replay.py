@@ -1,124 +1,108 @@
-"""Auto mode's decisions beside the committed times: what the paths that it takes now cost over the fastest ones.
+"""Auto mode's decisions beside the committed times: what the paths that it takes cost over the fastest ones.
 
     python -m benchmarks.replay               every operation, pass and card
     python -m benchmarks.replay --worst 20    and the decisions that cost the most
 
-No GPU is asked: each row of the records is planned again for the card that it was measured on, and its time is that of
-the contender which took the path. Eager torch is the alternative, and kernels wherever they were timed.
+No GPU is asked: each row of the results is planned again for the card that it was measured on, *as shipped* with the
+whole record, and *left out* as if nothing had been measured at its sizes. Eager torch is the alternative, and kernels
+wherever they were timed.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import statistics
 import sys
-from collections.abc import Iterator
-from dataclasses import fields, replace
-from pathlib import Path
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from fusedlayers import planning
-from fusedlayers.bench.cases import CASES, DTYPES, Options
-from fusedlayers.bench.contenders import AUTO, EAGER, FUSED
-from fusedlayers.bench.record import Record
-from fusedlayers.bench.runner import FORWARD, shape_text
-from fusedlayers.bench.tables import DIRECTIONS, KINDS, PATHS, Table, median
+from fusedlayers.bench.tables import Table
 from fusedlayers.planning import CARDS
+from fusedlayers.planning.call import in_words
+from fusedlayers.planning.record import LAUNCHED, REPLAYED, TORCH
 
-RESULTS = Path(__file__).parent / "results"
+from .measured import DRAWN, sources
+
 # A decision that costs more is a wrong one: so much lies within the noise of two measurements.
 WRONG = 1.03
 
 
 class Decision(NamedTuple):
-    """A row of a record in one kind of time, the path that auto mode takes now, and the times of all known paths."""
+    """A problem in one kind of time, the paths that auto mode takes, and the times of all known paths."""
 
     card: str
-    row: Record
-    kind: str
-    path: str
+    problem: Any
+    folder: str
+    shipped: str
+    left_out: str
     seconds: dict[str, float]
 
     @property
-    def regret(self) -> float:
-        """The time of the path over that of the fastest one."""
-        return self.seconds[self.path] / min(self.seconds.values())
+    def how(self) -> str:
+        return REPLAYED if self.problem.captured else LAUNCHED
+
+    def regret(self, path: str) -> float:
+        """The time of a path over that of the fastest one."""
+        return self.seconds[path] / min(self.seconds.values())
 
     def line(self) -> str:
-        row = self.row
-        times = ", ".join(f"{path} {1e6 * seconds:,.1f} µs" for path, seconds in self.seconds.items())
-        where = f"{self.card} {row['grid']} {shape_text(row['shape'])} {DIRECTIONS[row['direction']]}, {self.kind}"
-        return f"{self.regret:.2f} {where}: {self.path} ({times})"
+        times = ", ".join(f"{path} {in_words(seconds)}" for path, seconds in self.seconds.items())
+        what = f"{self.card} {self.problem.operation} {self.problem.described}, {self.how}"
+        return f"{self.regret(self.left_out):.2f} {what}: {self.left_out}, as shipped {self.shipped} ({times})"
 
 
-def decisions(record: Record) -> Iterator[Decision]:
-    """Every row of a record that can be decided again: of a known card and a case, and timed on the path taken now.
-
-    Without rows that recompute: their path is a wish for memory, no question of speed.
-    """
-    card = next((name for name in CARDS if name in record["device"]["name"].split()), None)
-    if card is None:
-        return
-    for row in record["rows"]:
-        if row["case"] not in CASES or row["recompute"] is True:
+def decisions(card: str) -> Iterator[Decision]:
+    """Every row of the results of a card that was timed on the paths taken, and on torch's."""
+    device = CARDS[card]
+    assert device.record is not None
+    for source in sources(card):
+        problem = source.problem
+        if problem != problem.decisive:
             continue
-        problem = _problem(row)
-        for kind in KINDS:
-            times = _times(row, kind)
-            path = planning.plan(replace(problem, captured=kind == "replayed"), CARDS[card]).path
-            if path in times and "torch" in times:
-                yield Decision(card, row, kind, path, times)
-
-
-def _problem(row: Record) -> Any:
-    case = CASES[row["case"]]
-    options = Options(**{field.name: row[field.name] for field in fields(Options)})
-    operands = case.operands(tuple(row["shape"]), options)
-    training = row["direction"] != FORWARD
-    return case.problem({name: each.blank(DTYPES[row["dtype"]], training) for name, each in operands.items()}, options)
-
-
-def _times(row: Record, kind: str) -> dict[str, float]:
-    """Seconds of each path; of one that two contenders took, auto mode's."""
-    found: dict[str, float] = {}
-    if (seconds := median(row, EAGER, kind)) is not None:
-        found["torch"] = seconds
-    for name in (FUSED, AUTO):
-        entry = row["contenders"].get(name, {})
-        if entry.get(kind) is not None:
-            found[entry[PATHS[kind]]] = entry[kind]["median"]
-    return found
+        blind = replace(device, override=device.record.without(problem.kin, problem.sizes))
+        for captured, seconds in ((False, source.launched), (True, source.replayed)):
+            call = replace(problem, captured=captured)
+            shipped, left_out = (problem.recorded(planning.plan(call, each).path, device) for each in (device, blind))
+            if {TORCH, shipped, left_out} <= seconds.keys() and len(seconds) > 1:
+                yield Decision(card, call, source.folder, shipped, left_out, seconds)
 
 
 def committed() -> list[Decision]:
-    """The decisions of all records of layers that were measured with the usual release of Triton."""
-    found: list[Decision] = []
-    for path in sorted(RESULTS.rglob("*.json")):
-        if path.parent.name not in ("drawn", "host", "steps", "sweeps") and "-triton-" not in path.name:
-            found += decisions(json.loads(path.read_text()))
-    return found
+    """The decisions about all results of layers that were measured with the usual release of Triton."""
+    return [each for card in CARDS for each in decisions(card)]
 
 
-def mean_regret(found: list[Decision]) -> float:
-    """Its geometric mean."""
-    return math.exp(statistics.fmean(math.log(each.regret) for each in found))
+def mean_regret(regrets: Iterable[float]) -> float:
+    """Their geometric mean."""
+    return math.exp(statistics.fmean(map(math.log, regrets)))
+
+
+def wrong(regrets: Iterable[float]) -> float:
+    """The share of decisions that cost more than the noise."""
+    return statistics.fmean(each > WRONG for each in regrets)
 
 
 def table(found: list[Decision]) -> Table:
-    """A line for each card, operation, direction and kind of time, and one for all."""
+    """A line for each card, operation, direction and kind of time, sizes that were drawn apart; and one for all."""
     groups: dict[tuple[str, ...], list[Decision]] = {}
     for each in found:
-        name = each.card, each.row["case"], DIRECTIONS[each.row["direction"]], each.kind
-        groups.setdefault(name, []).append(each)
-    lines = [
-        (*name, str(len(rows)), f"{mean_regret(rows):.3f}", str(sum(row.regret > WRONG for row in rows)),
-         f"{max(row.regret for row in rows):.2f}")
-        for name, rows in (*sorted(groups.items()), (("all", "", "", ""), found))
-    ]  # fmt: skip
-    columns = ("card", "operation", "pass", "time", "rows", "mean regret", f"above {WRONG}", "most")
-    return Table("Auto mode's time over that of the fastest path", columns, tuple(lines))
+        kinds = "drawn" if each.folder == DRAWN else "published"
+        groups.setdefault((each.card, each.problem.operation, each.how, kinds), []).append(each)
+    for how in (LAUNCHED, REPLAYED):
+        groups["all", "", how, ""] = [each for each in found if each.how == how]
+    groups["all", "", "", ""] = found
+    lines = []
+    for name, rows in groups.items():
+        line = [*name, str(len(rows))]
+        for regrets in ([each.regret(each.shipped) for each in rows], [each.regret(each.left_out) for each in rows]):
+            line += [f"{mean_regret(regrets):.4f}", f"{wrong(regrets):.1%}"]
+        lines.append(tuple(line))
+    columns = ("card", "operation", "time", "sizes", "rows", "as shipped", f"above {WRONG}", "left out",
+               f"above {WRONG}")  # fmt: skip
+    return Table("Auto mode's time over that of the fastest path, in the geometric mean", columns, tuple(lines))
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -133,7 +117,7 @@ def main(arguments: list[str] | None = None) -> int:
     chosen = build_parser().parse_args(arguments)
     found = committed()
     print(table(found).plain())
-    for each in sorted(found, key=lambda each: -each.regret)[: chosen.worst]:
+    for each in sorted(found, key=lambda each: -each.regret(each.left_out))[: chosen.worst]:
         print(each.line())
     return 0
 

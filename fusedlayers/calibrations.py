@@ -1,13 +1,13 @@
 """The record of what was measured on the user's own GPUs, beside that of the self-test in the user's cache folder.
 
-    schema   1
+    schema   2
     records  one for each GPU and all versions that its figures depend on:
-        gpu, processors, torch, compiler, sources   the key; sources is a digest of the kernels and of the rules
+        gpu, processors, torch, compiler, sources   the key; sources is a digest of the kernels
         driver, toolchain, measured                 of the last run, for the reader; toolchain names the assembler
-        entries  list of {operation, flags, sizes, replayed, choice, path, speed, spread, hash}
+        entries  list of {kin, variant, sizes, launched, replayed, hash}: ``planning.record.Row``, in seconds by path
 
 The hash of an entry covers all its figures and the record's key, so that an entry that was edited, or moved to another
-record, is not trusted. Files of a team, or of an image, are merged: of two entries for one problem the slower counts.
+record, is not trusted. Files of a team, or of an image, are merged: what is on record already stays.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from . import sources
 from .folders import CacheFile, read_json, write_json
 from .kernels.device import compiler, toolchain
 from .planning import Device
-from .planning.calibration import CHOICES, Calibration, Entry, Features
+from .planning.record import Record, Row
 
 logger = logging.getLogger("fusedlayers")
 
-SCHEMA = 1
+SCHEMA = 2
 _PLACE = ("gpu", "processors", "torch", "compiler", "sources")
 Place = tuple[Any, ...]
 # JSON as it is read and written.
@@ -47,7 +47,7 @@ def calibration_file() -> Path:
     return FILE.path
 
 
-def on_record(facts: Device) -> Calibration | None:
+def on_record(facts: Device) -> Record | None:
     """What was measured on such a device with these versions, or None."""
     records = [record for record in FILE.read() or () if record["gpu"] == facts.name]
     place = place_of(facts) if records else ()
@@ -58,7 +58,7 @@ def on_record(facts: Device) -> Calibration | None:
             "%s has no figures for %s with these versions (others: %s): python -m fusedlayers.bench calibrate",
             FILE.path, facts.name, ", ".join(changed) or "none",
         )  # fmt: skip
-    return Calibration(entries) if entries else None
+    return Record(entries) if entries else None
 
 
 def place_of(facts: Device) -> Place:
@@ -66,10 +66,10 @@ def place_of(facts: Device) -> Place:
 
     The assembler is not among them: it comes with Triton, and changes within a process that calls ``torch.compile``.
     """
-    return facts.name, facts.sms, torch.__version__, compiler(), sources.kernels_and_rules()
+    return facts.name, facts.sms, torch.__version__, compiler(), sources.of_kernels()
 
 
-def add(facts: Device, entries: Collection[Entry], driver: str | None) -> Path:
+def add(facts: Device, entries: Collection[Row], driver: str | None) -> Path:
     """Records entries, which replace earlier ones for the same problems, and returns the file.
 
     Raises:
@@ -93,7 +93,7 @@ def add(facts: Device, entries: Collection[Entry], driver: str | None) -> Path:
 
 
 def merge(paths: Sequence[Path]) -> tuple[int, int]:
-    """Merges the records of other files into the user's: (entries that are new or slower, entries not trusted).
+    """Merges the records of other files into the user's: (entries that are new, entries not trusted).
 
     Raises:
         ValueError: a file cannot be read, or is no record; the message names it, and nothing was merged.
@@ -111,7 +111,7 @@ def merge(paths: Sequence[Path]) -> tuple[int, int]:
             for entry in record["entries"]:
                 if entry["hash"] != _hash(entry, place):
                     dropped += 1
-                elif _problem(entry) not in known or entry["speed"] < known[_problem(entry)]["speed"]:
+                elif _problem(entry) not in known:
                     known[_problem(entry)] = entry
                     taken += 1
             records[place] = into | {"entries": list(known.values())}
@@ -161,7 +161,7 @@ def checked(found: Any) -> list[Json]:
     return [_checked_record(record) for record in found["records"]]
 
 
-def trusted(record: Json) -> list[Entry]:
+def trusted(record: Json) -> list[Row]:
     """The entries of a record whose hash fits."""
     place = _place(record)
     return [_entry(entry) for entry in record["entries"] if entry["hash"] == _hash(entry, place)]
@@ -180,7 +180,7 @@ def _place(record: Json) -> Place:
 
 
 def _problem(entry: Json) -> str:
-    return json.dumps([entry[name] for name in ("operation", "flags", "sizes", "replayed")], sort_keys=True)
+    return json.dumps([entry[name] for name in ("kin", "variant", "sizes")])
 
 
 def _hash(entry: Json, place: Place) -> str:
@@ -188,26 +188,20 @@ def _hash(entry: Json, place: Place) -> str:
     return hashlib.sha256(json.dumps([place, figures], sort_keys=True).encode()).hexdigest()[:16]
 
 
-def _as_json(entry: Entry, place: Place) -> Json:
+def _as_json(row: Row, place: Place) -> Json:
     found: Json = {
-        "operation": entry.features.operation,
-        "flags": dict(entry.features.flags),
-        "sizes": dict(entry.features.sizes),
-        "replayed": entry.replayed,
-        "choice": entry.choice,
-        "path": entry.path,
-        "speed": round(entry.speed, 4),
-        "spread": round(entry.spread, 4),
+        "kin": row.kin,
+        "variant": row.variant,
+        "sizes": list(row.sizes),
+        "launched": dict(row.launched),
+        "replayed": dict(row.replayed),
     }
     return found | {"hash": _hash(found, place)}
 
 
-def _entry(found: Json) -> Entry:
-    flags, sizes = tuple(sorted(found["flags"].items())), tuple(found["sizes"].items())
-    return Entry(
-        Features(found["operation"], flags, sizes),
-        found["replayed"], found["choice"], found["path"], float(found["speed"]), float(found["spread"]),
-    )  # fmt: skip
+def _entry(found: Json) -> Row:
+    launched, replayed = found["launched"], found["replayed"]
+    return Row(found["kin"], found["variant"], tuple(found["sizes"]), launched, replayed, own=True)
 
 
 def _is_text(value: object) -> bool:
@@ -222,8 +216,8 @@ def _is_amount(value: Any) -> bool:
     return type(value) in (int, float) and 0 <= value <= sys.float_info.max
 
 
-def _is_flag(value: object) -> bool:
-    return value is None or type(value) in (str, bool, int) or _is_amount(value)
+def _are_seconds(value: object) -> bool:
+    return type(value) is dict and all(_is_amount(time) and time > 0 for time in value.values())
 
 
 _Expected = dict[str, Callable[[Any], bool]]
@@ -236,14 +230,11 @@ _RECORD: _Expected = {
     "sources": _is_text,
 }
 _ENTRY: _Expected = {
-    "operation": _is_text,
-    "flags": lambda value: type(value) is dict and all(map(_is_flag, value.values())),
-    "sizes": lambda value: type(value) is dict and all(map(_is_size, value.values())),
-    "replayed": lambda value: type(value) is bool,
-    "choice": lambda value: _is_text(value) and value in CHOICES,
-    "path": _is_text,
-    "speed": _is_amount,
-    "spread": _is_amount,
+    "kin": _is_text,
+    "variant": _is_text,
+    "sizes": lambda value: type(value) is list and all(map(_is_size, value)),
+    "launched": _are_seconds,
+    "replayed": _are_seconds,
     "hash": _is_text,
 }
 

@@ -148,7 +148,7 @@ def _place(facts: Device) -> str:
 
 
 # Part of the key, so that changed kernels are tested again.
-_sources = cache(sources.kernels_and_rules)
+_sources = cache(sources.of_kernels)
 
 
 def _checked(found: Any) -> dict[str, str]:

@@ -25,9 +25,9 @@ def contents(roots: tuple[Path, ...] = _ROOTS) -> str:
     return digest.hexdigest()
 
 
-def kernels_and_rules() -> str:
-    """A digest of what decides how fast a call is: the kernels, their tiles, and the rules of planning."""
-    return contents((_KERNELS, _PACKAGE / "planning"))[:16]
+def of_kernels() -> str:
+    """A digest of what decides how fast a path is: the kernels and their tiles."""
+    return contents((_KERNELS,))[:16]
 
 
 def stamp() -> str:

@@ -9,7 +9,6 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +33,6 @@ if INTERPRETING:
 
 # The tests say themselves which backend they mean.
 from fusedlayers.functional.switches import SWITCHES  # noqa: E402  not before the interpreter is on
-from fusedlayers.planning.measured import FIGURES  # noqa: E402
 from tests.support import seeds, selection  # noqa: E402
 
 for _switch in SWITCHES:
@@ -102,18 +100,6 @@ def seeded() -> Iterator[None]:
     # The call imports the compiler, which takes seconds.
     if torch.are_deterministic_algorithms_enabled() != deterministic:
         torch.use_deterministic_algorithms(deterministic)
-
-
-@pytest.fixture
-def measured(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Changes what is known of an operation on GPUs of sm_90: its name among the figures, and those that change."""
-
-    def change(operation: str, **figures: Any) -> None:
-        known = FIGURES["sm_90"]
-        changed = replace(getattr(known, operation), **figures)
-        monkeypatch.setitem(FIGURES, "sm_90", replace(known, **{operation: changed}))
-
-    return change
 
 
 def _poison(tensor: torch.Tensor) -> torch.Tensor:

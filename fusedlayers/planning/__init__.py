@@ -7,7 +7,6 @@ holds its problem, its planner, and its plan with what ``explain`` prints of it.
 from typing import Any
 
 from .avoiding import configurations, without_avoided
-from .calibration import as_measured
 from .call import KERNEL_PATHS, Call, Decision, unmeasured, why_never_kernels
 from .devices import BACKENDS, CARDS, Device, card, floor_seconds
 from .ffn_chunked import ChunkPlan
@@ -22,12 +21,10 @@ from .weight_gradient import WeightGradientPlan, WeightGradientProblem
 def plan(problem: Call, device: Device, backend: str = "auto") -> Any:
     """The path that runs ``problem`` on ``device``: the plan of its operation.
 
-    ``backend`` is the user's wish: ``"auto"`` takes what was measured fastest, ``"triton"`` the kernels wherever they
-    can run, ``"torch"`` never a kernel. What was measured on the device itself comes before what is known of its
-    architecture, and what failed the self-test on it is avoided whatever the wish.
+    ``backend`` is the user's wish: ``"auto"`` takes what is expected to be fastest by what was measured, ``"triton"``
+    the kernels wherever they can run, ``"torch"`` never a kernel. What failed the self-test on the device is avoided
+    whatever the wish.
     """
-    if backend == "auto" and (made := as_measured(problem, device)) is not None:
-        return made
     return without_avoided(problem.plan, device, backend) if device.avoided else problem.plan(device, backend)
 
 

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, TypeVar
 from ..kernels.tuning import has_tanh
 from ..kernels.tuning.dtypes import FORMATS, KERNEL_DTYPES, UNKNOWN, Format
 from .devices import Device, floor_seconds
-from .record import LAUNCHED, REPLAYED, TORCH, Estimate
+from .record import LAUNCHED, REPLAYED, TORCH, estimate
 
 # Rows of what ``explain`` prints: (what, text).
 Facts = list[tuple[str, str]]
@@ -69,6 +69,10 @@ class Call:
     def sizes(self) -> tuple[int, ...]:
         """The sizes that times depend on."""
         raise NotImplementedError
+
+    def recorded(self, path: str, device: "Device") -> str:
+        """The name of a path on record, where kernels of one path take very different times."""
+        return path
 
     @property
     def measured_as(self) -> tuple[str, ...]:
@@ -138,7 +142,7 @@ class Decision:
     workspace_bytes: int = 0
     floor_seconds: float | None = None
     unsupported: str | None = field(default=None, compare=False)  # why the kernels cannot run, if they cannot
-    estimate: Estimate | None = field(default=None, compare=False)  # what paths are expected to take
+    timed: tuple[tuple[str, str], ...] = ()  # the paths that times decided between, by their names on record
     avoided: tuple[str, ...] = ()  # configurations it would have, had they not failed the self-test on this device
 
     @classmethod
@@ -159,7 +163,7 @@ class Decision:
             path=choice.path,
             reason=reason if choice.path != TORCH else NO_OTHER_PATH,
             rejected=tuple(choice.against.items()),
-            estimate=choice.estimate,
+            timed=choice.timed,
             flops=flops,
             bytes=bytes,
             floor_seconds=floor_seconds(flops, bytes, problem.dtype, device),
@@ -192,8 +196,23 @@ class Decision:
         """Why no kernel runs, on the path of torch."""
         if self.unsupported is not None:
             return self.unsupported
+        if self.timed:
+            return f"expected: {self.expected(device)}"
         reasons = [reason for path, reason in self.rejected if path in KERNEL_PATHS]
         return "; ".join(dict.fromkeys(reasons)) or self.reason
+
+    def expected(self, device: Device) -> str:
+        """What each path is expected to take, and what it took at the nearest sizes that were measured."""
+        names = {name: path for name, path in self.timed if path != TORCH}
+        known = None if device.record is None else estimate(self.problem.decisive, device.record, names)
+        if known is None:
+            return "unknown"
+        of_paths = [
+            f"{path} {in_words(known.seconds[path])}"
+            + (f" (measured: {in_words(known.measured[path])})" if path in known.measured else "")
+            for path in sorted(known.seconds, key=known.seconds.__getitem__)
+        ]
+        return f"{', '.join(of_paths)}; measured at {' × '.join(map(str, known.nearest.sizes))}"
 
     def facts(self, device: Device) -> Facts:
         """The plan as ``explain`` prints it."""
@@ -203,7 +222,7 @@ class Decision:
             ("problem", self.problem.described),
             ("device", " ".join(filter(None, (device.name, device.architecture)))),
             ("path", f"{self.path}: {self.reason}"),
-            *([] if self.estimate is None else [("expected", expected(self.estimate))]),
+            *([("expected", self.expected(device))] if self.timed else []),
             *self.kernel_facts(),
             ("FLOPs", f"{self.flops:,}"),
             ("bytes moved", f"at least {self.bytes:,}"),
@@ -258,7 +277,7 @@ def not_measured(problem: Any, device: Device) -> str | None:
     if problem.dtype == "float32":
         return "float32 products in IEEE precision do not use the matrix units; torch's kernels are faster"
     assert device.record is not None
-    return None if device.record.knows(problem.operation) else no_time_on_record(problem)
+    return None if device.record.knows(problem.kin.partition(" ")[0]) else no_time_on_record(problem)
 
 
 def no_time_on_record(problem: Any) -> str:
@@ -291,18 +310,6 @@ def in_words(seconds: float) -> str:
     """Seconds as people say them."""
     scaled, unit = (1e6 * seconds, "µs") if seconds < 1e-3 else (1e3 * seconds, "ms")
     return f"{scaled:.3g} {unit}" if scaled < 100 else f"{scaled:,.0f} {unit}"
-
-
-def expected(estimate: Estimate) -> str:
-    """What each path is expected to take, and what it took at the nearest sizes that were measured."""
-    sizes = " × ".join(f"{size:,}" for size in estimate.nearest.sizes)
-    paths = sorted(estimate.seconds, key=estimate.seconds.__getitem__)
-    of_paths = [
-        f"{path} {in_words(estimate.seconds[path])}"
-        + (f" ({in_words(estimate.measured[path])})" if path in estimate.measured else "")
-        for path in paths
-    ]
-    return f"{', '.join(of_paths)} (in brackets: measured at {sizes})"
 
 
 def _in_brackets(reason: str) -> str:

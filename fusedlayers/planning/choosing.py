@@ -9,13 +9,13 @@ as many.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from .call import in_words, no_time_on_record, not_measured
+from .call import no_time_on_record, not_measured
 from .devices import Device
-from .record import TORCH, Estimate, Record, Surface
+from .record import TORCH, Surface
 
 # A path that keeps more, or a change between neighbouring numbers of tokens, must be expected to be so many times as
 # fast; and a path that keeps so many times the bytes is not changed to.
@@ -24,14 +24,15 @@ STAYS, MOST_KEPT = math.log(1.05), 1.9
 _STEP, _STEPS = 0.5, 45
 
 Kept = Callable[[str], int]
+_COVERED = "the kernels cover the problem"
 
 
 class Choice(NamedTuple):
-    """The path, why each other one is not taken, and what is expected of them where that is known."""
+    """The path, and why each other one is not taken; and where times decided, the paths by their names on record."""
 
     path: str
     against: dict[str, str]
-    estimate: Estimate | None = None
+    timed: tuple[tuple[str, str], ...] = ()
 
 
 def choose(
@@ -49,74 +50,63 @@ def choose(
         return Choice(TORCH, against)
     if backend == "triton":
         path, *others = [*able, TORCH]
-        return Choice(path, against | {each: f"the {path} path comes first" for each in others})
+        return Choice(path, against | dict.fromkeys(others, f"the {path} path comes first"))
     reason = not_measured(problem, device) if able else None
     if reason is not None:
         return Choice(TORCH, against | dict.fromkeys(able, reason))
-    record = device.record
+    record, names = device.record, {problem.recorded(path, device): path for path in able}
     surfaces = [record.surface(problem.kin, how) for how in problem.measured_as] if record is not None and able else []
     if not surfaces or None in surfaces:
-        return Choice(TORCH, against | {path: no_time_on_record(problem) for path in able})
+        return Choice(TORCH, against | dict.fromkeys(able, no_time_on_record(problem)))
     found: list[Surface] = surfaces  # type: ignore[assignment]
-    ratios = _ratios(found, problem.sizes, problem.variant, able)
-    path = _least(ratios, kept) if kept is None or not problem.training else _along(problem, found, able, kept)
-    place, near = found[0].near(problem.sizes, problem.variant)
-    seconds = found[0].torch_seconds(place, near)
-    expected = {each: seconds * math.exp(ratio) for each, ratio in ratios.items()}
-    against |= {each: no_time_on_record(problem) for each in able if each not in ratios}
+    ratios = _ratios(found, problem.sizes, problem.variant, names)
+    names[TORCH] = TORCH
+    if kept is None or not problem.training:
+        name = min(ratios, key=ratios.__getitem__)
+    else:
+        name = _along(problem, found, {each: kept(names[each]) for each in ratios})
+    path = names[name]
+    known = {names[each] for each in ratios}
+    slower = f"{path} is expected to be faster"
     against |= {
-        each: f"{in_words(time)} expected, {path} {in_words(expected[path])}"
-        for each, time in expected.items()
-        if each != path
+        each: slower if each in known else no_time_on_record(problem) for each in (*able, TORCH) if each != path
     }
-    return Choice(path, against, Estimate(expected, *found[0].nearest(near)))
+    return Choice(path, against, tuple(names.items()))
 
 
-def _ratios(
-    surfaces: Sequence[Surface], sizes: Sequence[int], variant: str, paths: Sequence[str]
-) -> dict[str, float]:
+def _ratios(surfaces: Sequence[Surface], sizes: Sequence[int], variant: str, paths: Iterable[str]) -> dict[str, float]:
     """Logarithms of how many times as long as torch each path takes, the worst of all surfaces."""
     found = [surface.ratios(*surface.near(sizes, variant), paths) for surface in surfaces]
     return {path: max(each[path] for each in found) for path in found[0] if all(path in each for each in found)}
 
 
-def _least(ratios: Mapping[str, float], kept: Kept | None) -> str:
-    """The fastest path, or one that keeps less and is about as fast."""
-    if kept is None:
-        return min(ratios, key=ratios.__getitem__)
-    least = min(map(kept, ratios))
-    return min(ratios, key=lambda path: ratios[path] + STAYS * (kept(path) > least))
-
-
-def _along(problem: Any, surfaces: Sequence[Surface], paths: Sequence[str], kept: Kept) -> str:
+def _along(problem: Any, surfaces: Sequence[Surface], kept: Mapping[str, int]) -> str:
     """The path of a layer with so many tokens, its first size."""
     tokens, *layer = problem.sizes
-    bytes_kept = tuple(kept(path) / problem.M for path in (*paths, TORCH))
-    chosen = _layer(tuple(surfaces), tuple(layer), problem.variant, (*paths, TORCH), bytes_kept)
+    shares = tuple((name, round(bytes_kept / problem.M, 1)) for name, bytes_kept in kept.items())
+    chosen = _layer(tuple(surfaces), tuple(layer), problem.variant, shares)
     return chosen[min(round(math.log2(tokens) / _STEP), _STEPS - 1)]
 
 
 @lru_cache(4096)
 def _layer(
-    surfaces: tuple[Surface, ...], layer: tuple[int, ...], variant: str, paths: tuple[str, ...], kept: tuple[float, ...]
+    surfaces: tuple[Surface, ...], layer: tuple[int, ...], variant: str, kept: tuple[tuple[str, float], ...]
 ) -> list[str]:
     """The path for each number of tokens: those that cost least together, changes included."""
-    costs = dict(zip(paths, kept, strict=True))
-    least = min(costs.values())
-    best: dict[str, tuple[float, list[str]]] = {path: (0.0, []) for path in paths}
+    bytes_kept = dict(kept)
+    least = min(bytes_kept.values())
+    best: dict[str, tuple[float, list[str]]] = {name: (0.0, []) for name in bytes_kept}
     for step in range(_STEPS):
         # A multiple of 64, as where it matters numbers of tokens are.
         tokens = round(2 ** (_STEP * step))
-        ratios = _ratios(surfaces, (tokens if tokens < 64 else tokens // 64 * 64, *layer), variant, paths)
-        best = {
-            path: min(
-                (
-                    cost + ratio + STAYS * (costs[path] > least) + STAYS * (before != path and step > 0),
-                    [*chosen, path],
-                )
+        ratios = _ratios(surfaces, (tokens if tokens < 64 else tokens // 64 * 64, *layer), variant, bytes_kept)
+        further = {}
+        for name, more in bytes_kept.items():
+            costs = ratios[name] + STAYS * (more > least)
+            further[name] = min(
+                (cost + costs + STAYS * (before != name and step > 0), [*chosen, name])
                 for before, (cost, chosen) in best.items()
-                if before == path or step == 0 or costs[path] <= MOST_KEPT * costs[before]
+                if before == name or step == 0 or more <= MOST_KEPT * bytes_kept[before]
             )
-            for path, ratio in ratios.items()
-        }
+        best = further
     return min(best.values())[1]

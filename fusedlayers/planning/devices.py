@@ -36,6 +36,7 @@ class Device:
     triton_release: tuple[int, ...] = (3, 6)
     avoided: frozenset[str] = frozenset()
     calibration: Record | None = None
+    override: Record | None = None  # what is known in place of all that is on record
     left_to_torch: str = ""
     release_note: str = ""
     untested: bool = False
@@ -51,6 +52,8 @@ class Device:
 
         What is shipped was measured in the kernels of the architecture, and says nothing of the generic ones.
         """
+        if self.override is not None:
+            return self.override
         return record.of_device(self.name, self.architecture if self.backend != GENERIC else "", self.calibration)
 
     @property
@@ -73,9 +76,7 @@ class Device:
 # Descriptions of GPUs that are not there. Nothing that a user's own machine measured is in them, and the compiler is
 # the one that everything on record was measured with.
 CARDS = {
-    each["card"]: Device(
-        "cuda", each["gpu"], each["architecture"], sms=each["sms"], triton=True, backend=SM90
-    )
+    each["card"]: Device("cuda", each["gpu"], each["architecture"], sms=each["sms"], triton=True, backend=SM90)
     for each in record.shipped().values()
 }
 

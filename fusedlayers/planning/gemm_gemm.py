@@ -16,7 +16,7 @@ from .devices import Device, floor_seconds
 from .ffn_chunked import ChunkPlan
 from .ffn_epilogue import EpiloguePlan
 from .gemm_gemm_splits import choose_splits, choose_stored_splits
-from .gemm_gemm_tiles import chosen_tiles, generic_tiles, stored_tiles
+from .gemm_gemm_tiles import all_on_sm90, chosen_tiles, generic_tiles, stored_tiles
 from .record import TORCH
 
 # Why a path is not taken with recompute=True.
@@ -98,13 +98,18 @@ class Problem(Call):
     def kin(self) -> str:
         return f"{self.operation}{' gated' if self.gated else ''}{' training' if self.training else ''}"
 
+    def recorded(self, path: str, device: Device) -> str:
+        return "generic" if path == "fused" and not all_on_sm90(self, device) else path
+
     @property
     def variant(self) -> str:
         return self.activation
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        return (self.batch, self.M, self.K, self.N, self.O) if self.operation == "gemm_gemm" else (self.M, self.K, self.N)
+        return (
+            (self.batch, self.M, self.K, self.N, self.O) if self.operation == "gemm_gemm" else (self.M, self.K, self.N)
+        )
 
     @property
     def described(self) -> str:
@@ -165,7 +170,7 @@ class Plan(Decision):
         # Some kernels hold the width on chip, others are for wider layers: the reason of those that it is for.
         narrow = why_unsupported(self.problem, device) is None
         reason = dict(self.rejected).get("fused" if narrow else "epilogue")
-        return super().why_torch(device) if self.unsupported or reason is None else reason
+        return super().why_torch(device) if self.unsupported or self.timed or reason is None else reason
 
 
 def plan(problem: Problem, device: Device, backend: str = "auto") -> Plan:
@@ -189,7 +194,7 @@ def _plan(problem: Problem, device: Device, backend: str) -> Plan:
     if problem.operation == "gemm_gemm":
         cannot = {"fused": not_fused, "reassociated": reassociating.why_not(problem, device, backend)}
         choice = choose(problem, device, backend, cannot)
-        if choice.estimate is None and choice.path == TORCH and cannot["reassociated"] is None:
+        if not choice.timed and choice.path == TORCH and cannot["reassociated"] is None:
             # No time is known of either, and both are products of torch's.
             choice = reassociating.choose(problem, device, choice)
         return plan_on(problem, device, choice, not_fused)
@@ -203,7 +208,7 @@ def _plan(problem: Problem, device: Device, backend: str) -> Plan:
             refused = not_measured(problem, device)
         path, against = "chunked", {"fused": not_fused or refused, TORCH: _FORBIDDEN, "epilogue": _FORBIDDEN}
         if against["fused"] is None:
-            path, against = "fused", {each: _FORBIDDEN for each in ("epilogue", TORCH)}
+            path, against = "fused", dict.fromkeys(("epilogue", TORCH), _FORBIDDEN)
         elif problem.subclass or problem.empty:
             path = TORCH
         choice = Choice(path, {each: reason for each, reason in against.items() if each != path and reason is not None})
@@ -307,7 +312,7 @@ def plan_on(
         path=path,
         reason=reason,
         rejected=tuple(choice.against.items()),
-        estimate=choice.estimate,
+        timed=choice.timed,
         forward_units=forward_units,
         backward_units=backward_units,
         flops=flops,

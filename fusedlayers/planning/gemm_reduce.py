@@ -11,7 +11,6 @@ from ..kernels.tuning import (
     CONSUMER_ROWS,
     ReduceConfig,
     one_pass_config,
-    padded_width,
     reduce_config,
     reduce_gradient_config,
     sm90_reduce_config,
@@ -153,7 +152,7 @@ def plan(problem: ReduceProblem, device: Device, backend: str = "auto") -> Reduc
         elif problem.activation != "identity" or problem.biased or problem.product:
             cannot["fused"] = unsupported or f"bias, activation, or the product itself: {no_time_on_record(problem)}"
     choice = choose(problem, device, backend, cannot)
-    if able and choice.estimate is None and choice.path == TORCH and backend == "auto":
+    if able and not choice.timed and choice.path == TORCH and backend == "auto":
         # No time is known of either, and the product of a sum is less work on any device.
         unknown = {path: why for path, why in choice.against.items() if path != "algebraic"}
         choice = Choice("algebraic", {**unknown, TORCH: "it would write the product, which is not needed"})
@@ -248,9 +247,7 @@ def _flops(problem: ReduceProblem, path: str, one_pass: bool) -> int:
     return product * (1 + wanted + (1 if one_pass else wanted))
 
 
-def _costed(
-    problem: ReduceProblem, device: Device, choice: Choice, unsupported: str | None
-) -> ReducePlan:
+def _costed(problem: ReduceProblem, device: Device, choice: Choice, unsupported: str | None) -> ReducePlan:
     element, path = problem.element_bytes, choice.path
     operands = element * problem.batch * (problem.kept + problem.reduced) * problem.K
     result = element * problem.batch * problem.kept
@@ -285,7 +282,7 @@ def _costed(
         path=path,
         reason=reason,
         rejected=tuple(choice.against.items()),
-        estimate=choice.estimate,
+        timed=choice.timed,
         flops=flops,
         bytes=moved,
         saved_bytes=saved_bytes(problem, path),

@@ -151,7 +151,7 @@ class LinearPlan(Decision):
 
     def why_torch(self, device: Device) -> str:
         # Each product has a reason, which the row "not fused" has all of.
-        return self.forward.reason
+        return super().why_torch(device) if self.timed else self.forward.reason
 
     def gain(self, device: Device) -> str:
         _, _, products = self.reason.partition(": ")
@@ -211,7 +211,7 @@ def plan(problem: LinearProblem, device: Device, backend: str = "auto") -> Linea
         "workspace_bytes": max([0, *workspaces, 0 if weight is None else weight.workspace_bytes]),
         "floor_seconds": floor_seconds(flops, moved, p.dtype, device),
         "unsupported": unsupported,
-        "estimate": choice.estimate,
+        "timed": choice.timed,
         "forward": forward,
         "data_gradient": data,
         "weight_gradient": weight,
@@ -250,7 +250,7 @@ def _padded_columns(
     by_torch = (data is None or data.tiles is None) and (weight is None or weight.path == "torch")
     if known is None or columns == problem.N or not problem.format.narrow or not by_torch:
         return 0
-    small = (problem.M + problem.N) * problem.K < known.padded_from[problem.captured]
+    small = known.padded_from[problem.captured] > (problem.M + problem.N) * problem.K
     return 0 if small or (data is None and weight is None) else columns
 
 

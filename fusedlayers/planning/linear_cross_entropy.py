@@ -182,7 +182,7 @@ class LossPlan(Decision):
         return "in chunks of tokens" if self.path == "chunked" else super().runs()
 
     def why_torch(self, device: Device) -> str:
-        return self.unsupported or dict(self.rejected).get(kernel_path(self.problem), self.reason)
+        return super().why_torch(device) if self.unsupported or self.timed else self.rejected[0][1]
 
     def kernel_facts(self) -> Facts:
         p = self.problem
@@ -239,7 +239,8 @@ def plan(problem: LossProblem, device: Device, backend: str = "auto") -> LossPla
         reason = "no logits are in memory: their tiles are reduced on chip"
         reason += ", and computed again in the backward pass" if p.training else ""
     return LossPlan.of(
-        problem, device, choice, reason=reason, flops=flops, bytes=moved, saved_bytes=saved_bytes(problem, path != "torch"), unsupported=unsupported, **options,
+        problem, device, choice, reason=reason, flops=flops, bytes=moved,
+        saved_bytes=saved_bytes(problem, path != "torch"), unsupported=unsupported, **options,
     )  # fmt: skip
 
 

@@ -39,7 +39,11 @@ def choices(problem: Problem, device: Device, chosen: Plan) -> tuple[Choice, ...
         if why_not is not None:
             found.append(Choice(name, path, why_not=why_not))
             continue
-        made = chosen if path == chosen.path else plan_on(free, device, choosing.Choice(path, {}), chunk_kernels=chunk_kernels)
+        made = (
+            chosen
+            if path == chosen.path
+            else plan_on(free, device, choosing.Choice(path, {}), chunk_kernels=chunk_kernels)
+        )
         extra = made.forward_units + made.backward_units - sum(gemm_units(problem, "torch"))
         found.append(Choice(name, path, made.saved_bytes, made.workspace_bytes, extra))
     return tuple(found)

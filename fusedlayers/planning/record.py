@@ -40,7 +40,8 @@ NOISE = {LAUNCHED: 0.2, REPLAYED: 0.03}
 OWN_NOISE = 0.03
 # Octaves beyond the least and the greatest that was measured, from which on sizes count as those.
 BEYOND = 3.0
-# Where nothing was measured nearby, a path must be expected to be so many times as fast as torch.
+# Where nothing was measured nearby, a path must be expected to be so many times as fast as torch, and so many times
+# more for each octave beyond what was measured.
 ESTIMATED = 1.1
 # Multiples of elements at which rows begin, from the best one: lines of memory, sectors, vectors, words.
 _ALIGNMENTS = (64, 16, 8, 2)
@@ -109,9 +110,12 @@ class Surface:
         self._axes = [*zip(*self._octaves, strict=True)]
         # By alignment and variant: how far rows are apart for that alone.
         self._unlike: dict[tuple[tuple[int, ...], str], list[float]] = {}
-        self._bounds = [(min(axis) - BEYOND, max(axis) + BEYOND) for axis in self._axes]
+        self._bounds = [(min(axis), max(axis)) for axis in self._axes]
         self._middle = [math.fsum(axis) / len(rows) for axis in self._axes]
-        near = [self._nearness(*place) for place in zip(self._octaves, self._classes, (r.variant for r in rows))]
+        near = [
+            self._nearness(*place)
+            for place in zip(self._octaves, self._classes, [row.variant for row in rows], strict=True)
+        ]
         noise = [OWN_NOISE if row.own else NOISE[how] for row in rows]
         logs = [{path: math.log(time) for path, time in found.items()} for found in self.seconds]
         self._paths = {
@@ -123,14 +127,15 @@ class Surface:
     def near(self, sizes: Sequence[int], variant: str) -> tuple[list[float], list[float]]:
         """Where sizes lie, in octaves; and how near they are to each row."""
         place = [
-            least if octave < least else most if octave > most else octave
+            min(max(octave, least - BEYOND), most + BEYOND)
             for octave, (least, most) in zip(octaves(sizes), self._bounds, strict=True)
         ]
         return place, self._nearness(place, classes(sizes), variant)
 
     def ratios(self, place: Sequence[float], near: Sequence[float], paths: Iterable[str]) -> dict[str, float]:
         """Logarithms of how many times as long as torch the ``paths`` take that were measured; torch's is 0."""
-        margin = math.log(ESTIMATED) * (1 - max(near))
+        beyond = sum(max(least - size, size - most, 0) for size, (least, most) in zip(place, self._bounds, strict=True))
+        margin = math.log(ESTIMATED) * (1 - max(near) + beyond)
         found = {path: self._at(self._paths[path], place, near) + margin for path in paths if path in self._paths}
         return {**found, TORCH: 0.0}
 
@@ -153,7 +158,10 @@ class Surface:
             ]
         # Done for every row at every new size.
         for here, axis in zip(place, self._axes, strict=True):
-            apart = [sum + abs(here - there) for sum, there in zip(apart, axis)]  # noqa: B905
+            apart = [
+                so_far + (here - there if here > there else there - here)
+                for so_far, there in zip(apart, axis)  # noqa: B905
+            ]
         return [math.exp(distance / -REACH) for distance in apart]
 
     def _fitted(
@@ -227,7 +235,8 @@ def read(found: Mapping[str, Any]) -> Iterator[Row]:
     for operation, known in found["rows"].items():
         count, paths = len(known["sizes"]), known["paths"]
         for kind, lines in known["kinds"].items():
-            kin, _, variant = f"{operation} {kind}".partition(": ")
+            flags, _, variant = kind.partition(": ")
+            kin = f"{operation} {flags}".rstrip()
             for line in lines:
                 sizes, times = line[:count], [*line[count:], *[0] * (2 * len(paths))]
                 launched, replayed = times[: len(paths)], times[len(paths) :]
@@ -243,6 +252,23 @@ def shipped() -> dict[str, dict[str, Any]]:
     """The files that are installed with the package, by the driver's name of the GPU."""
     found = [json.loads(path.read_text()) for path in sorted(FOLDER.glob("*.json")) if path.stem != "kernels"]
     return {each["gpu"]: each for each in found}
+
+
+def estimate(problem: Any, record: Record, names: Mapping[str, str]) -> Estimate | None:
+    """What is expected of ``problem`` by path, ``names`` being those of the record; None where nothing is known."""
+    surface = record.surface(problem.kin, problem.measured_as[0])
+    if surface is None:
+        return None
+    place, near = surface.near(problem.sizes, problem.variant)
+    torch = surface.torch_seconds(place, near)
+    row, measured = surface.nearest(near)
+    ratios = surface.ratios(place, near, names)
+    paths = {**names, TORCH: TORCH}
+    return Estimate(
+        {paths[name]: torch * math.exp(ratio) for name, ratio in ratios.items()},
+        row,
+        {paths[name]: measured[name] for name in ratios if name in measured},
+    )
 
 
 @cache

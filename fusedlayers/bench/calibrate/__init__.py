@@ -2,7 +2,7 @@
 
 The configurations that are needed pass the self-test first; then every call is verified and timed, launched and
 replayed, beside the best of eager and compiled torch. What the planner reads of it, and concludes from it, is said in
-``planning.calibration``; what lies on disk, in ``calibrations``.
+``planning.record``; what lies on disk, in ``calibrations``.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import argparse
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -21,7 +21,8 @@ from ...devices import describe, record_failures, uncalibrated
 from ...folders import check_folder
 from ...kernels.device import HAS_TRITON, interpreted, toolchain
 from ...planning import Device
-from ...planning.calibration import Calibration, Entry, features
+from ...planning.call import in_words
+from ...planning.record import TORCH, Record, Row
 from .. import record
 from ..arguments import add_device_option, chosen_device, positive
 from ..cases import DTYPES
@@ -31,7 +32,7 @@ from ..selftest import find_failures
 from ..selftest.running import is_broken
 from ..selftest.trials import all_trials, launched
 from .candidates import SYNTAX, at_shapes, of_model, parse_candidate, published
-from .measuring import DroppedError, entries_of
+from .measuring import DroppedError, row_of
 
 HELP = "measure on this GPU which calls run faster in kernels, for auto mode"
 MINUTES, SECONDS = 5.0, 0.3
@@ -90,7 +91,7 @@ def why_nothing_to_measure(device: torch.device) -> str | None:
 def _share(merged: Sequence[Path], exported: Path | None) -> int:
     if merged:
         taken, dropped = calibrations.merge(merged)
-        print(f"calibrate: {taken} entries are new, or slower than those on record: {calibrations.calibration_file()}")
+        print(f"calibrate: {taken} entries are new: {calibrations.calibration_file()}")
         if dropped:
             print(f"calibrate: {dropped} entries are not those that were measured, and were left out")
     if exported is not None:
@@ -119,13 +120,13 @@ def _calibrate(chosen: argparse.Namespace, device: torch.device) -> int:
         print(f"  not measured: {words}: no benchmark case calls it like this")
     pending = passed(pending, facts, device)
     driver = record.device_facts(device)["driver"]
-    found = list[Entry]()
+    found = list[Row]()
     for count, trial in enumerate(pending):
         if time.monotonic() > deadline:
             print(f"calibrate: the time is up before {len(pending) - count} calls; run it again to go on with them")
             break
         try:
-            entries = entries_of(trial, device, SECONDS)
+            row = row_of(trial, device, SECONDS)
         except Exception as error:
             words = str(error) if isinstance(error, DroppedError) else f"{type(error).__name__}: {error}"
             print(f"  dropped: {label(trial)}: {words.splitlines()[0]}")
@@ -133,22 +134,22 @@ def _calibrate(chosen: argparse.Namespace, device: torch.device) -> int:
                 print("calibrate: the GPU takes no more calls of this process; run it again", file=sys.stderr)
                 break
             continue
-        print(f"  {label(trial)}: {', '.join(map(outcome, entries))}")
+        print(f"  {label(trial)}: {outcome(row)}")
         torch.cuda.empty_cache()
         # After each call, so that nothing is lost where the run is interrupted.
-        path = calibrations.add(facts, entries, driver)
-        found += entries
+        path = calibrations.add(facts, [row], driver)
+        found.append(row)
     if found:
-        wins = sum(entry.choice != "torch" for entry in found)
-        print(f"calibrate: {wins} of {len(found)} were faster than torch; recorded in {path}, which auto mode reads")
+        wins = sum(fastest(row.replayed or row.launched) != TORCH for row in found)
+        print(f"calibrate: {wins} of {len(found)} were faster in kernels; recorded in {path}, which auto mode reads")
     return 0 if found or known is not None else 1
 
 
-def is_known(trial: Trial, known: Calibration | None) -> bool:
-    """Whether this very call is on record."""
+def is_known(trial: Trial, known: Record | None) -> bool:
+    """Whether a call of these sizes is on record."""
     problem = trial.problem()
-    entry = None if known is None else known.answer(problem)
-    return entry is not None and entry.features == features(problem)
+    place = problem.kin, problem.variant, problem.sizes
+    return known is not None and any((row.kin, row.variant, row.sizes) == place for row in known.rows())
 
 
 def passed(trials: Sequence[Trial], facts: Device, device: torch.device) -> list[Trial]:
@@ -183,7 +184,15 @@ def label(trial: Trial) -> str:
     return f"{' '.join([trial.case, shape_text(trial.shape), *words, trial.dtype])}, {passes}"
 
 
-def outcome(entry: Entry) -> str:
-    """What an entry says, in words."""
-    how = {"triton": "kernels", "auto": "kernels, as the figures of the architecture say", "torch": "torch"}
-    return f"{'replayed' if entry.replayed else 'launched'} {entry.speed:.2f} of torch's speed ({how[entry.choice]})"
+def fastest(seconds: Mapping[str, float]) -> str:
+    """The path that took least."""
+    return min(seconds, key=seconds.__getitem__)
+
+
+def outcome(row: Row) -> str:
+    """What a row says, in words."""
+    return "; ".join(
+        f"{how} {', '.join(f'{path} {in_words(seconds[path])}' for path in sorted(seconds, key=seconds.__getitem__))}"
+        for how, seconds in (("launched", row.launched), ("replayed", row.replayed))
+        if seconds
+    )

@@ -18,7 +18,6 @@ from ...functional.dispatch import decisions
 from ...functional.switches import switched
 from ...kernels.activations import ACTIVATIONS
 from ...kernels.gemm_reduce import OPERATIONS
-from ...planning.calibration import features
 from ..arguments import parse_shape
 from ..cases import CASES, DTYPES, Case, Options, Shape
 from ..cases.trial import Trial
@@ -110,7 +109,6 @@ def of_model(name: str) -> tuple[list[Trial], list[str]]:
 def trial_of(problem: Any) -> Trial | None:
     """The call of a benchmark case that has this very problem, if there is one."""
     values: dict[str, Any] = {each.name: getattr(problem, each.name) for each in fields(problem)}
-    wanted = features(problem)
     for case in CASES.values():
         names = [_FIELDS.get(letter, letter) for letter in case.letters]
         dtype = next((short for short, known in DTYPES.items() if str(known) == f"torch.{values['dtype']}"), None)
@@ -125,9 +123,15 @@ def trial_of(problem: Any) -> Trial | None:
         for bias in (True, False):
             options = Options(**given, bias=bias, dropout_p=dropped)
             trial = Trial(case.name, options, shape, dtype, backward=backward)
-            if 0 not in shape and features(trial.problem()) == wanted:
+            if 0 not in shape and _alike(trial.problem(), problem):
                 return trial
     return None
+
+
+def _alike(one: Any, other: Any) -> bool:
+    """Whether two problems differ by nothing but how they are launched, and what could be trained."""
+    free = {name: False for name in ("captured", "compiled", "trains_weight") if hasattr(one, name)}
+    return type(one) is type(other) and bool(replace(one, **free) == replace(other, **free))
 
 
 def _made(name: str) -> tuple[nn.Module, Any]:
