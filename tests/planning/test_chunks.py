@@ -42,7 +42,7 @@ def test_chunks_take_at_most_eight_times_x(size: tuple[int, int, int], gated: bo
             if made.chunks.hidden_in_dx:
                 assert made.chunks.hidden_columns <= K
             # Kernels of the epilogue path compute the chunks: where they were measured or, forced, wherever they run.
-            measured = device.figures.epilogue is not None and dtype == "bfloat16"
+            measured = device.record is not None and dtype == "bfloat16"
             assert (made.epilogue is not None) == (device.triton and (measured or wish == "triton"))
 
 

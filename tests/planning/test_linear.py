@@ -12,10 +12,14 @@ from fusedlayers.kernels.tuning.split_k import TABLE
 from fusedlayers.planning import Device, LinearPlan, LinearProblem, plan
 from fusedlayers.planning.devices import PARTIALS_LIMIT
 from fusedlayers.planning.linear import DATA_GRADIENT, FORWARD, Product, choose_splits, filled_splits
+from fusedlayers.planning.record import Record
+from tests.support import records
+from tests.support.records import where
 
 H200 = Device("cuda", "NVIDIA H200", "sm_90", sms=132, triton=True, backend="sm90")
 A100 = Device("cuda", "NVIDIA A100", "sm_80", sms=108, triton=True)
 CPU = Device("cpu", "cpu")
+FASTER = {"fused": 0.5}
 SKINNY = LinearProblem(M=64, N=64, K=65_536, dtype="bfloat16", captured=True)
 
 
@@ -70,7 +74,7 @@ def test_what_the_kernels_do_not_take(change: dict[str, object], device: Device,
     ids=str,
 )
 def test_published_sizes(sizes: tuple[int, int, int], tile: tuple[int, int, int], splits: int) -> None:
-    made = plan(problem(*sizes), H200)
+    made = plan(problem(*sizes), H200, "triton")
     tiles = made.forward.tiles
     assert made.path == "fused"
     assert tiles is not None
@@ -79,56 +83,34 @@ def test_published_sizes(sizes: tuple[int, int, int], tile: tuple[int, int, int]
     assert made.dependent
 
 
-@pytest.mark.parametrize(
-    ("sizes", "words"),
-    [
-        ((513, 8, 65_536), "513 rows: not measured"),
-        ((256, 256, 65_536), "more than 64 rows and columns: torch"),
-        ((256, 248, 65_537), "not aligned"),
-        ((1, 9264, 1040), "9,264 columns fill the GPU"),
-        ((2, 1024, 8200), "rows of 8,200 elements begin within a sector"),
-    ],
-)
-def test_what_torch_does_as_fast(sizes: tuple[int, int, int], words: str) -> None:
-    assert words in why(plan(problem(*sizes), H200))
-    forced = plan(problem(*sizes), H200, "triton")
-    assert forced.path == "fused"
+@pytest.mark.parametrize("captured", [False, True])
+def test_auto_mode_takes_what_was_measured_faster(captured: bool) -> None:
+    for facts in ({}, {"needs_data_gradient": True}):
+        call = replace(SKINNY, captured=captured, **facts)
+        assert plan(call, where(H200, call, {"fused": 0.5})).path == "fused"
+        assert why(plan(call, where(H200, call, {"fused": 1.5}))).endswith("is expected to be faster") or facts
+        apart = where(H200, call, {"fused": 0.5}, {"fused": 1.5})
+        assert plan(call, apart).path == ("torch" if captured else "fused")
+        # Compiled code is between launches one by one and a graph.
+        assert plan(replace(call, captured=False, compiled=True), apart).path == "torch"
 
 
-def test_auto_mode_takes_what_was_measured_faster() -> None:
-    assert plan(SKINNY, H200).path == "fused"
-    launched = replace(SKINNY, captured=False)
-    assert "faster than torch from 117,440,512 on when launched one by one" in why(plan(launched, H200))
-    assert plan(replace(launched, K=10**6), H200).path == "fused"
-    training = replace(launched, K=10**6, needs_data_gradient=True)
-    assert "from 268,435,456 on when launched one by one" in why(plan(training, H200))
-    assert plan(replace(training, K=4 * 10**6), H200).path == "fused"
+def test_what_was_not_measured_is_left_to_torch() -> None:
+    device = where(H200, SKINNY, {"fused": 0.5})
     assert "not measured on sm_80" in why(plan(SKINNY, A100))
-    assert "float32 products" in why(plan(replace(SKINNY, dtype="float32"), H200))
-    assert why(plan(SKINNY, H200, "torch")) == "the backend is set to torch"
-    # Columns that are no whole number of vectors are what torch is slow at.
-    assert plan(problem(256, 254, 65_536), H200).path == "fused"
+    assert "float32 products" in why(plan(replace(SKINNY, dtype="float32"), device))
+    assert "nothing like it was measured" in why(plan(replace(SKINNY, needs_bias_gradient=True), device))
+    assert why(plan(SKINNY, device, "torch")) == "the backend is set to torch"
 
 
 def test_long_products_fill_the_gpu_in_several_waves() -> None:
     """36 tiles are on 132 SMs three times at once, and seven times in two waves, which keep more of them busy."""
     for inner, splits in ((7168, 7), (7104, 3)):
-        made = plan(problem(33, 2304, inner), H200)
+        made = plan(problem(33, 2304, inner), H200, "triton")
         assert made.forward.splits == splits, inner
     # Half of the programs of a single row that can run at once.
-    assert [plan(problem(1, 2176, inner), H200).forward.splits for inner in (16_384, 65_536, 2**17)] == [1, 3, 5]
-
-
-def test_a_product_in_one_launch_costs_the_host_no_more_than_torchs() -> None:
-    """One that is not split; but autograd costs more, and so does a custom operation in a compiled graph."""
-    whole = problem(1, 4096, 4096, captured=False)
-    made = plan(whole, H200)
-    assert (made.path, made.forward.splits) == ("fused", 1)
-    assert plan(replace(whole, needs_data_gradient=True), H200).path == "torch"
-    assert plan(replace(whole, compiled=True), H200).path == "torch"
-    halves = replace(whole, M=16, K=8192)
-    assert plan(replace(halves, captured=True), H200).forward.splits == 2
-    assert plan(halves, H200).path == "torch"
+    single = [plan(problem(1, 2176, inner), H200, "triton") for inner in (16_384, 65_536, 2**17)]
+    assert [made.forward.splits for made in single] == [1, 3, 5]
 
 
 @pytest.mark.parametrize("asked", [{"split_k": 3}, {"atomic": True}], ids=str)
@@ -143,30 +125,38 @@ def test_a_wish_for_kernels_is_no_question_of_speed(asked: dict[str, object]) ->
 
 def test_each_product_has_its_own_plan() -> None:
     training = problem(8, 2400, 2048, needs_data_gradient=True, needs_weight_gradient=True, needs_bias_gradient=True)
-    made = plan(training, H200)
+    device = where(H200, training, {"fused": 0.5})
+    made = plan(training, device)
+    assert made.path == "fused"
     assert made.forward.tiles is not None
+    assert made.saved_bytes == 2 * (8 * 2048 + 2400 * 2048)
+    # What was measured of the whole layer says nothing of its gradients.
     assert made.data_gradient is not None
-    # The data gradient sums over N, for K columns.
-    assert made.data_gradient.splits == choose_splits(
-        Product(DATA_GRADIENT, 8, 2048, 2400), made.data_gradient.tiles or made.forward.tiles, 132
-    )
+    assert made.data_gradient.tiles is None
     assert made.weight_gradient is not None
     assert made.weight_gradient.path == "torch"
-    assert "weights: torch was as fast" in dict(made.rejected)["kernels for the weight gradient"]
-    assert made.saved_bytes == 2 * (8 * 2048 + 2400 * 2048)
+    rejected = dict(made.rejected)
+    assert rejected["kernels for the data gradient"] == "torch reads W across its rows as fast"
+    assert "nothing like it was measured" in rejected["kernels for the weight gradient"]
+    both = replace(
+        device, override=Record([*records.rows(training, FASTER), *records.rows(training.weight_gradient, FASTER)])
+    )
+    assert plan(training, both).weight_gradient.path == "fused"  # type: ignore[union-attr]
+    only = plan(training, where(H200, training.weight_gradient, FASTER))
+    assert (only.path, only.forward.tiles) == ("fused", None)
+    assert only.reason.endswith(": weight gradient")
     forced = plan(replace(training, split_k=3), H200)
     assert forced.forward.splits == forced.data_gradient.splits == 3  # type: ignore[union-attr]
+    # The data gradient sums over N, for K columns.
+    kernels = plan(training, H200, "triton").data_gradient
+    assert kernels is not None
+    assert kernels.tiles is not None
+    assert kernels.splits == choose_splits(Product(DATA_GRADIENT, 8, 2048, 2400), kernels.tiles, 132)
     assert forced.weight_gradient is not None
     assert (forced.weight_gradient.path, forced.weight_gradient.splits) == ("fused", 1)
-    frozen = plan(replace(training, needs_weight_gradient=False, needs_data_gradient=False), H200)
+    frozen = plan(replace(training, needs_weight_gradient=False, needs_data_gradient=False), device)
     assert (frozen.data_gradient, frozen.weight_gradient) == (None, None)
-    rows = plan(replace(training, M=17), H200)
-    assert "17 rows" in dict(rows.rejected)["kernels for the data gradient"]
-    other = plan(replace(training, K=3280), H200).data_gradient
-    assert other is not None
-    assert other.tiles is None
-    assert "7,872,000 weights" in other.reason
-    one = plan(replace(training, M=1), H200)
+    one = plan(replace(training, M=1), H200, "triton")
     assert one.data_gradient is not None
     assert one.data_gradient.tiles is not None
     assert one.data_gradient.tiles.block_m == 16
@@ -174,22 +164,27 @@ def test_each_product_has_its_own_plan() -> None:
 
 def test_torchs_gradients_are_padded_to_whole_vectors() -> None:
     training = problem(64, 19, 2**18, needs_data_gradient=True, needs_weight_gradient=True, needs_bias_gradient=True)
-    made = plan(training, H200)
+
+    def padded(**change: object) -> LinearPlan:
+        call = replace(training, **change)
+        return plan(call, where(H200, call, FASTER))
+
+    made = padded()
     assert made.padded_columns == 24
     assert ("gradients", "torch, with dz and W padded to N = 24") in made.kernel_facts()
-    assert made.workspace_bytes == 2 * 24 * (64 + 2**18)
+    assert made.workspace_bytes == max(2 * 24 * (64 + 2**18), 4 * 64 * 19 * made.forward.splits)
     # Without dx, W is not needed.
-    assert plan(replace(training, needs_data_gradient=False), H200).padded_columns == 24
+    assert padded(needs_data_gradient=False).padded_columns == 24
     for change in (
         {"N": 16}, {"K": 2**17}, {"captured": False}, {"split_k": 2},
         {"needs_data_gradient": False, "needs_weight_gradient": False},
     ):  # fmt: skip
-        assert plan(replace(training, **change), H200).padded_columns == 0, change
+        assert padded(**change).padded_columns == 0, change
 
 
 def test_many_tokens_split_the_weight_gradient() -> None:
     training = problem(65_536, 512, 512, needs_weight_gradient=True, needs_bias_gradient=True)
-    made = plan(training, H200)
+    made = plan(training, where(H200, training.weight_gradient, FASTER))
     assert made.weight_gradient is not None
     assert made.weight_gradient.path == "fused"
     assert made.weight_gradient.splits > 1
@@ -250,7 +245,7 @@ def test_sums_fit_the_registers_of_a_program(outputs: int, splits: int) -> None:
 
 
 def test_costs() -> None:
-    made = plan(SKINNY, H200)
+    made = plan(SKINNY, H200, "triton")
     assert made.flops == 2 * 64 * 64 * 65_536
     assert made.bytes == 2 * (2 * 64 * 65_536 + 64 * 64)
     assert made.saved_bytes == 0
@@ -262,13 +257,14 @@ def test_costs() -> None:
 def test_torch_computes_the_data_gradient_first_in_a_graph_of_few_rows() -> None:
     """That torch's own products take another order is worth a Function of our own nowhere else."""
     training = problem(128, 2048, 4352, needs_data_gradient=True, needs_weight_gradient=True)
-    made = plan(training, H200)
+    slower = where(H200, training, {"fused": 2.0})
+    made = plan(training, slower)
     assert (made.path, made.data_gradient_first) == ("torch", True)
     for change in (
         {"captured": False}, {"M": 513}, {"needs_data_gradient": False}, {"needs_weight_gradient": False},
         {"subclass": "DTensor"}, {"dtype": "float64"},
     ):  # fmt: skip
-        made = plan(replace(training, **change), H200)
+        made = plan(replace(training, **change), slower)
         assert (made.path, made.data_gradient_first) == ("torch", False), change
     for device, backend in ((CPU, "auto"), (A100, "auto"), (H200, "torch")):
         assert not plan(training, device, backend).data_gradient_first

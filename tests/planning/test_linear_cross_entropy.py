@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -17,8 +16,7 @@ from fusedlayers.functional import dispatch
 from fusedlayers.functional.linear_cross_entropy.arguments import loss_problem
 from fusedlayers.kernels.tuning.cross_entropy import generic_shares, sm90_shares
 from fusedlayers.planning import Device, plan
-from fusedlayers.planning.calibration import Calibration, Entry, features
-from fusedlayers.planning.linear_cross_entropy import LossPlan, LossProblem
+from fusedlayers.planning.linear_cross_entropy import LossPlan, LossProblem, kernel_path
 from fusedlayers.planning.linear_cross_entropy_chunks import (
     CHUNK_WITHOUT_WEIGHT_GRADIENT,
     COLUMN_STEP,
@@ -28,6 +26,7 @@ from fusedlayers.planning.linear_cross_entropy_chunks import (
     even_rows,
     rounds_first_chunk,
 )
+from tests.support.records import where
 
 MIB = 2**20
 H200 = Device("cuda", "NVIDIA H200", "sm_90", sms=132, triton=True, backend="sm90")
@@ -114,10 +113,10 @@ def test_the_users_bound_of_temporary_bytes(limit: int) -> None:
     [
         (
             training(1024, 768, 50257),
-            H200,
-            "the call is too small: 51,463,168 logits",
+            where(H200, training(1024, 768, 50257), {"chunked": 1.5}),
+            "(measured: 1 ms), chunked",
         ),
-        (training(2**20, 64, 1000), H200, "rows of 1,000 classes are short: torch runs those of fewer than 4,096"),
+        (training(8192, 768, 50257), where(H200, LossProblem(9, 8, 9, "bfloat16"), {"fused": 0.5}), "nothing like it"),
         (training(8192, 768, 50257), replace(H200, architecture="sm_80"), "the kernels were not measured on sm_80"),
         (training(8192, 768, 50257, "float32"), H200, "float32 products in IEEE precision"),
         (training(8192, 768, 50257, "float64"), H200, "the kernels take float16, bfloat16, float32, not float64"),
@@ -135,13 +134,17 @@ def test_why_torch(problem: LossProblem, device: Device, words: str) -> None:
     assert made.workspace_bytes == made.rows == made.chunks == 0
 
 
-def test_thresholds_are_of_logits(measured: Callable[..., None]) -> None:
-    measured("linear_cross_entropy", faster_from={"chunked": (2**26, 2**24), "fused": (2**24, 2**22)})
-    assert plan(training(2**12, 64, 4096), H200).path == "torch"
-    assert plan(training(2**12, 64, 4096, captured=True), H200).path == "chunked"
-    assert plan(training(2**14, 64, 4096), H200).path == "chunked"
-    each = {"reduction": "none"}
-    assert [plan(training(M, 64, 4096, **each), H200).path for M in (2**11, 2**12)] == ["torch", "fused"]
+@pytest.mark.parametrize("facts", [{}, {"recompute": True}, {"reduction": "none"}], ids=str)
+def test_auto_mode_takes_what_was_measured_faster(facts: dict[str, Any]) -> None:
+    problem = training(2**12, 64, 4096, **facts)
+    path = kernel_path(problem)
+    assert path == ("fused" if facts else "chunked")
+    for ratio, expected in ((0.5, path), (1.5, "torch")):
+        made = plan(problem, where(H200, problem, {path: ratio}))
+        assert made.path == expected
+        assert set(dict(made.rejected).values()) == {f"{expected} is expected to be faster"}
+    apart = where(H200, problem, {path: 1.5}, {path: 0.5})
+    assert [plan(replace(problem, captured=each), apart).path for each in (False, True)] == ["torch", path]
 
 
 def test_costs() -> None:
@@ -210,22 +213,11 @@ def test_no_path_depends_on_whose_gradients_are_wanted(reduction: str, recompute
             assert len({(made.path, made.rows, made.logit_tiles, made.ranges) for made in plans}) == 1
 
 
-def test_the_path_of_losses_of_tokens_starts_where_less_is_written() -> None:
-    for M, expected in (
-        (512, ["torch"] * 3),
-        (1024, ["torch", "fused", "fused"]),
-        (4096, ["chunked", "fused", "fused"]),
-    ):
-        facts: list[dict[str, Any]] = [{}, {"recompute": True}, {"reduction": "none"}]
-        assert [plan(training(M, 768, 32_768, **each), H200).path for each in facts] == expected
-
-
-def test_measured_times_of_training_decide_for_calls_without_gradients(measured: Callable[..., None]) -> None:
+def test_measured_times_of_training_decide_for_calls_without_gradients() -> None:
     problem = forward(4096, 768, 32_768, trains_weight=True)
     assert problem.decisive == replace(training(4096, 768, 32_768), trains_weight=True)
-    for choice, expected in (("torch", "torch"), ("triton", "chunked")):
-        entry = Entry(features(training(4096, 768, 32_768, trains_weight=True)), False, choice, "chunked", 1.1, 0.01)
-        device = replace(H200, calibration=Calibration([entry]))
+    for ratio, expected in ((1.5, "torch"), (0.5, "chunked")):
+        device = where(H200, training(4096, 768, 32_768), {"chunked": ratio})
         found = [planning.plan(each, device, "auto").path for each in (problem, problem.decisive)]
         assert found == [expected, expected]
 
@@ -245,7 +237,8 @@ def test_without_gradients_no_logits_are_written(dtype: str, operation: str) -> 
     assert (made.logit_tiles.sm90 is None) == (dtype == "float32")
     assert made.accuracy == ("exact" if dtype == "float32" else "half")
     assert plan(problem, replace(H200, backend="generic"), "triton").logit_tiles.sm90 is None
-    assert plan(problem, H200).path == ("torch" if dtype == "float32" else "fused")
+    faster = where(H200, problem, {"fused": 0.5})
+    assert plan(problem, faster).path == ("torch" if dtype == "float32" else "fused")
 
 
 @pytest.mark.parametrize("entropy", [False, True])
@@ -316,7 +309,7 @@ def test_explain(monkeypatch: pytest.MonkeyPatch) -> None:
     assert facts["chunks"].strip() == "4 × 4,096 tokens, 262,144,000 bytes of logits at once"
     assert facts["sum of dW"].strip() == "over chunks, inside the products, in float32, rounded once"
     assert facts["gradients"].strip() == "in the forward pass"
-    assert facts["not torch"].strip() == "it would write all logits, and their gradient"
+    assert facts["not torch"].strip() == "the chunked path comes first"
     text = fl.explain(functional.linear_cross_entropy, **given(8192, 4096, 128256), recompute=True, details=True)
     facts = dict(row.strip().split("  ", 1) for row in text.split("\n")[2:])
     assert facts["path"].strip() == (
@@ -348,7 +341,7 @@ def test_explain_log_probabilities(monkeypatch: pytest.MonkeyPatch) -> None:
     facts = dict(row.strip().split("  ", 1) for row in text.split("\n")[2:])
     assert facts["logits"].strip() == "none in memory"
     assert facts["tiles"].strip() == "sm90: 128 tokens × 256 columns × 64 inner, consumers 2, stages 4"
-    assert facts["not torch"].strip() == "it would write all logits"
+    assert facts["not torch"].strip() == "the fused path comes first"
     assert "sum of dW" not in text
 
 

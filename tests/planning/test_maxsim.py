@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -13,6 +12,7 @@ import fusedlayers as fl
 from fusedlayers import explaining, functional, planning
 from fusedlayers.functional import dispatch
 from fusedlayers.planning import Device, MaxSimPlan, MaxSimProblem
+from tests.support.records import where
 
 H200 = Device("cuda", "NVIDIA H200", "sm_90", sms=132, triton=True, backend="sm90")
 A100 = Device("cuda", "NVIDIA A100", "sm_80", sms=108, triton=True)
@@ -48,21 +48,26 @@ def test_what_the_kernels_do_not_take(problem: MaxSimProblem, device: Device, wo
         assert dict(plan.rejected)["fused"] == plan.unsupported
 
 
-def test_auto_mode_takes_what_was_measured_faster(measured: Callable[..., None]) -> None:
-    measured("maxsim", faster_from={False: (2**27, 2**20)})
-    for problem, path, word in (
-        (MANY, "fused", ""),
-        (replace(MANY, query_tokens=32), "torch", "too small: 1,228,800 similarities"),
-        (replace(MANY, query_tokens=32, captured=True), "fused", ""),
-        (TRAINED, "torch", "not measured"),
-        (replace(MANY, K=256), "torch", "not measured"),
-        (replace(MANY, dtype="float32"), "torch", "matrix units"),
+@pytest.mark.parametrize("problem", [MANY, TRAINED], ids=["inference", "training"])
+def test_auto_mode_takes_what_was_measured_faster(problem: MaxSimProblem) -> None:
+    assert planning.plan(problem, where(H200, problem, {"fused": 0.5})).path == "fused"
+    slower = planning.plan(problem, where(H200, problem, {"fused": 1.5}))
+    assert (slower.path, dict(slower.rejected)) == ("torch", {"fused": "torch is expected to be faster"})
+    apart = where(H200, problem, {"fused": 1.5}, {"fused": 0.5})
+    assert [planning.plan(replace(problem, captured=each), apart).path for each in (False, True)] == ["torch", "fused"]
+
+
+def test_what_was_not_measured_is_left_to_torch() -> None:
+    device = where(H200, MANY, {"fused": 0.5})
+    for problem, where_to, words in (
+        (TRAINED, device, "nothing like it was measured"),
+        (replace(MANY, dtype="float32"), device, "matrix units"),
+        (MANY, A100, "not measured on sm_80"),
     ):
-        plan = planning.plan(problem, H200)
-        assert plan.path == path, problem
-        assert word in dict(plan.rejected).get("fused", ""), problem
-    assert "not measured on sm_80" in dict(planning.plan(MANY, A100).rejected)["fused"]
-    assert planning.plan(MANY, H200, "torch").path == "torch"
+        made = planning.plan(problem, where_to)
+        assert made.path == "torch"
+        assert words in dict(made.rejected)["fused"]
+    assert planning.plan(MANY, device, "torch").path == "torch"
 
 
 def test_maxima_and_partials_stay_within_their_limit() -> None:
@@ -137,7 +142,7 @@ def test_explain(monkeypatch: pytest.MonkeyPatch) -> None:
         "fused: the kernels keep no similarities",
         "1 ranges of a document's tokens, 128 documents at a time",
         "has no uniform rows: one contiguous copy",
-        "the kernels cover the problem",
+        "the fused path comes first",
     ):
         assert line in text, text
     ends = torch.empty(11, dtype=torch.int32, device="meta")

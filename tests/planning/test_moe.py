@@ -12,6 +12,7 @@ from fusedlayers.kernels.tuning.grouped_gemm import BLOCKS, GROUPED_TILES, padde
 from fusedlayers.kernels.tuning.grouped_gemm_pipelines import BLOCK, GROUPED_PIPELINES
 from fusedlayers.planning import Device, plan
 from fusedlayers.planning.moe_ffn import MOST_ROWS, MoeProblem
+from tests.support.records import where
 
 MIB = 2**20
 H200 = Device("cuda", "NVIDIA H200", "sm_90", sms=132, triton=True, backend="sm90")
@@ -111,16 +112,17 @@ def test_flops_are_those_of_the_model() -> None:
 @pytest.mark.parametrize("captured", [False, True])
 @pytest.mark.parametrize("training", [False, True])
 def test_auto_mode_takes_what_was_measured_faster(training: bool, captured: bool) -> None:
-    facts = {"training": training, "captured": captured}
-    for sizes in ((16384, 2048, 768, 128, 8), (8192, 4096, 14336, 8, 2), (16384, 1024, 512, 64, 6)):
-        assert plan(problem(*sizes, **facts), H200).path == "epilogue"
-        assert "warp-specialised" in plan(problem(*sizes, **facts), replace(H200, backend="generic")).rejected[0][1]
-        assert plan(problem(*sizes, dtype="float32", **facts), H200).path == "torch"
-    small = plan(problem(1, 64, 64, 4, 2, **facts), H200)
-    assert small.path == "torch"
-    assert "the call is too small" in small.rejected[0][1]
-    # Words generated one by one.
-    assert plan(problem(64, 2048, 768, 128, 8, captured=captured, training=False), H200).path == "epilogue"
+    call = problem(16384, 2048, 768, 128, 8, training=training, captured=captured)
+    device = where(H200, call, {"epilogue": 0.5})
+    assert plan(call, device).path == "epilogue"
+    assert plan(replace(call, dtype="float32"), device).path == "torch"
+    slower = plan(call, where(H200, call, {"epilogue": 1.5}))
+    assert (slower.path, dict(slower.rejected)) == ("torch", {"epilogue": "torch is expected to be faster"})
+    apart = where(H200, call, {"epilogue": 0.5}, {"epilogue": 1.5})
+    assert plan(call, apart).path == ("torch" if captured else "epilogue")
+    assert "not measured on sm_90" in dict(plan(call, replace(H200, backend="generic")).rejected)["epilogue"]
+    other = plan(replace(call, training=not training), device)
+    assert "nothing like it was measured" in dict(other.rejected)["epilogue"]
 
 
 @pytest.mark.parametrize("captured", [False, True])
@@ -128,7 +130,10 @@ def test_rows_of_weights_that_are_slow_to_read(captured: bool) -> None:
     """A forward pass reads them along both widths; the gradients of x and the hidden across."""
     for training, changes in ((False, [(2056, 768)]), (True, [(2056, 768), (2048, 776)])):
         for K, N in changes:
-            made = plan(problem(16384, K, N, 128, 8, training=training, captured=captured), H200)
+            call = problem(16384, K, N, 128, 8, training=training, captured=captured)
+            made = plan(call, where(H200, call, {"epilogue": 0.5}))
             assert made.path == "torch"
-            assert "torch was as fast or faster at no multiple of 16" in made.rejected[0][1]
-    assert plan(problem(16384, 2048, 776, 128, 8, training=False, captured=captured), H200).path == "epilogue"
+            assert dict(made.rejected)["epilogue"].endswith("elements are no multiple of 16")
+            assert plan(call, H200, "triton").path == "epilogue"
+    call = problem(16384, 2048, 776, 128, 8, training=False, captured=captured)
+    assert plan(call, where(H200, call, {"epilogue": 0.5})).path == "epilogue"

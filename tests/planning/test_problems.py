@@ -31,7 +31,7 @@ def test_plans_and_problems_cannot_be_changed_and_can_be_keys() -> None:
 
 
 def test_planning_needs_no_torch_and_no_triton() -> None:
-    """Plain Python: both packages load where neither can be imported."""
+    """Plain Python: both packages load, and read what was measured, where neither can be imported."""
     files = [importlib.util.find_spec(f"fusedlayers.{name}") for name in ("planning", "kernels.tuning")]
     roots = [str(Path(spec.origin or "").parent.parent) for spec in files if spec is not None]
     assert len(roots) == 2
@@ -46,7 +46,7 @@ for name, folder in (("fusedlayers", {roots[0]!r}), ("fusedlayers.kernels", {roo
 from fusedlayers.planning import Device, Problem, plan
 
 problem = Problem("ffn", batch=1, M=2**20, K=64, N=256, O=64, dtype="bfloat16")
-assert plan(problem, Device("cuda", "NVIDIA H200", "sm_90", 132, True)).path == "fused"
+assert plan(problem, Device("cuda", "NVIDIA H200", "sm_90", 132, True, "sm90")).timed
 """
     done = subprocess.run([sys.executable, "-I", "-c", code], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr

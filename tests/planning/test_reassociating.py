@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from fusedlayers.planning import Device, Problem, plan
-from fusedlayers.planning.calibration import Calibration, Entry, features
 from fusedlayers.planning.costs import gemm_units, saved_bytes
 from fusedlayers.planning.reassociating import share_of_time
+from tests.support.records import where
 
 H200 = Device("cuda", "NVIDIA H200", "sm_90", sms=132, triton=True, backend="sm90")
 A100 = Device("cuda", "NVIDIA A100", "sm_80", sms=108, triton=True)
@@ -20,20 +20,13 @@ WANTED = {"needs_data_gradient": True, "needs_weight_gradient": True}
 
 
 @pytest.mark.parametrize("captured", [False, True], ids=["launched", "captured"])
-@pytest.mark.parametrize(
-    ("sizes", "forward"),
-    [
-        ((64, 1024, 64, 1024, 64), "reassociated"),
-        ((64, 1024, 128, 1024, 128), "reassociated"),
-        ((16, 4096, 128, 4096, 128), "reassociated"),
-        # As much to move as for the kernel, and a launch more.
-        ((512, 256, 64, 256, 64), "fused"),
-    ],
-)
-def test_where_it_was_measured_faster(sizes: tuple[int, ...], forward: str, captured: bool) -> None:
-    problem = Problem("gemm_gemm", *sizes, "bfloat16", captured=captured)
-    assert plan(problem, H200).path == forward
-    assert plan(replace(problem, **WANTED), H200).path == "reassociated"
+@pytest.mark.parametrize("ratio", [{"fused": 0.5, "reassociated": 0.6}, {"fused": 0.5, "reassociated": 0.4}], ids=str)
+def test_where_it_was_measured_times_decide(ratio: dict[str, float], captured: bool) -> None:
+    for problem in (replace(SMALL, captured=captured), replace(SMALL, captured=captured, **WANTED)):
+        made = plan(problem, where(H200, problem, ratio))
+        assert made.path == min(ratio, key=ratio.__getitem__)
+        assert set(dict(made.rejected).values()) == {f"{made.path} is expected to be faster"}
+        assert plan(problem, where(H200, problem, dict.fromkeys(ratio, 1.5))).path == "torch"
 
 
 @pytest.mark.parametrize("device", [H200, A100, CPU], ids=["H200", "A100", "CPU"])
@@ -81,10 +74,13 @@ def test_an_ffn_does_not_know_it() -> None:
 
 
 def test_the_other_paths_say_why_they_gave_way() -> None:
-    made = plan(SMALL, H200)
-    cheaper = f"A (B C) is cheaper: about {share_of_time(SMALL, H200, 'fused'):.2f} of the time"
-    assert all(dict(made.rejected)[path].startswith(cheaper) for path in ("fused", "torch"))
-    # Where the kernels cannot run, or are slower than torch, that stays their reason.
+    """Of a device without a record."""
+    made = plan(SMALL, A100)
+    assert made.path == "reassociated"
+    cheaper = f"A (B C) is cheaper: about {share_of_time(SMALL, A100):.2f} of the time"
+    assert dict(made.rejected)["torch"].startswith(cheaper)
+    assert "not measured on sm_80" in dict(made.rejected)["fused"]
+    # Where the kernels cannot run, that stays their reason.
     reasons = dict(plan(SMALL, CPU).rejected)
     assert reasons["fused"].startswith("the kernels need a CUDA")
     assert reasons["torch"].startswith("A (B C) is cheaper")
@@ -111,10 +107,3 @@ def test_units_flops_and_bytes() -> None:
     assert saved_bytes(data, "reassociated", CPU) == 4 * 3 * 10 * 20
     assert saved_bytes(weights, "reassociated", CPU) == 4 * 3 * operands
     assert saved_bytes(replace(problem, **WANTED), "reassociated", CPU) == 4 * 3 * (operands + 10 * 20)
-
-
-def test_what_was_measured_on_the_device_itself_comes_first() -> None:
-    entry = Entry(features(SMALL), False, "triton", "fused", 1.5, 0.01)
-    assert plan(SMALL, replace(H200, calibration=Calibration([entry]))).path == "fused"
-    entry = entry._replace(choice="auto", path="reassociated")
-    assert plan(SMALL, replace(H200, calibration=Calibration([entry]))).path == "reassociated"

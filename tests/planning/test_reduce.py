@@ -9,6 +9,7 @@ import pytest
 from fusedlayers.kernels.tuning import Sm90ReduceConfig, one_hot_pipeline, sm90_reduce_config
 from fusedlayers.kernels.tuning.limits import BARRIER_BYTES, CONSUMER_ROWS, SHARED_MEMORY
 from fusedlayers.planning import Device, ReducePlan, ReduceProblem, plan
+from tests.support.records import where
 
 H200 = Device("cuda", "NVIDIA H200", "sm_90", sms=132, triton=True, backend="sm90")
 PROBLEM = ReduceProblem(batch=64, kept=1024, reduced=1024, K=128, dtype="bfloat16", op="max")
@@ -102,50 +103,37 @@ def test_the_gradient_of_maxima_takes_two_sizes_of_blocks() -> None:
     assert one_hot_pipeline(64, 64, 136, 132) is None
 
 
-def test_auto_mode_takes_what_was_measured_faster() -> None:
-    small = replace(PROBLEM, batch=1)
-    for problem, path, word in (
-        (PROBLEM, "fused", ""),
-        (small, "torch", "too small: 1,048,576 elements"),
-        (replace(small, batch=4, captured=True), "fused", ""),
-        (replace(PROBLEM, needs_kept_gradient=True), "torch", "too small"),
-        (replace(PROBLEM, K=512), "torch", "as fast or faster at inner width 512"),
-        (replace(PROBLEM, K=100), "torch", "inner width 100"),
-        (replace(PROBLEM, biased=True), "torch", "not measured"),
-        (replace(PROBLEM, op="sum", activation="relu"), "torch", "not measured"),
-        (replace(PROBLEM, op="sum"), "algebraic", "product of a sum"),
-    ):
-        made = plan(problem, H200)
-        assert made.path == path, problem
-        assert word in dict(made.rejected).get("fused", ""), problem
-
-
-@pytest.mark.parametrize("captured", [False, True])
-def test_small_sums_are_taken_in_kernels(captured: bool) -> None:
-    """Where these were measured faster than the product of a sum, which many elements, or wide rows, take."""
-    small = replace(PROBLEM, op="mean", batch=63, captured=captured)
-    training = replace(small, needs_kept_gradient=True)
-    for problem, path in (
-        (small, "fused"),
-        (replace(small, batch=64), "algebraic"),
-        (replace(small, K=136), "algebraic"),
-        (replace(small, batch=1, kept=128, reduced=1024), "fused" if captured else "torch"),
-        (training, "algebraic" if captured else "torch"),
-        (replace(training, batch=64), "algebraic"),
-    ):
-        assert plan(problem, H200).path == path, problem
-
-
+@pytest.mark.parametrize("op", ["max", "sum", "sumsq", "logsumexp"])
 @pytest.mark.parametrize("training", [False, True])
-def test_padded_widths_run_unasked_where_they_were_measured(training: bool) -> None:
-    assert H200.figures.gemm_reduce is not None
-    problem = replace(PROBLEM, op="logsumexp", K=72, captured=True, needs_kept_gradient=training)
-    for op in ("logsumexp", "max"):
-        assert plan(replace(problem, op=op), H200).path == "fused"
-    wider = plan(replace(problem, K=H200.figures.gemm_reduce.widest_padded + 8), H200)
-    assert wider.path == "torch"
-    words = "torch was as fast or faster at inner width" if training else "is padded to 256"
-    assert words in dict(wider.rejected)["fused"]
+def test_auto_mode_takes_what_was_measured_faster(op: str, training: bool) -> None:
+    problem = replace(PROBLEM, op=op, needs_kept_gradient=training)
+    made = plan(problem, where(H200, problem, {"fused": 0.5}))
+    assert made.path == "fused"
+    assert dict(made.rejected)["torch"] == "fused is expected to be faster"
+    assert plan(problem, where(H200, problem, {"fused": 1.5})).path == "torch"
+    apart = where(H200, problem, {"fused": 1.5}, {"fused": 0.5})
+    assert [plan(replace(problem, captured=each), apart).path for each in (False, True)] == ["torch", "fused"]
+    for change in ({"biased": True}, {"activation": "relu"}, {"product": True}):
+        other = plan(replace(problem, **change), where(H200, problem, {"fused": 0.5}))
+        assert other.path != "fused"
+        assert "nothing like it was measured" in dict(other.rejected)["fused"], change
+
+
+@pytest.mark.parametrize("op", ["sum", "mean"])
+def test_sums_have_a_choice_of_three(op: str) -> None:
+    problem = replace(PROBLEM, op=op)
+    for ratios, path in (
+        ({"fused": 0.5, "algebraic": 0.4}, "algebraic"),
+        ({"fused": 0.4, "algebraic": 0.5}, "fused"),
+        ({"fused": 1.4, "algebraic": 1.5}, "torch"),
+    ):
+        made = plan(problem, where(H200, problem, ratios))
+        assert made.path == path
+        assert {made.path, *dict(made.rejected)} == {"fused", "algebraic", "torch"}
+    # Where nothing was measured the product of a sum is less work.
+    for device in (Device("cpu"), replace(H200, architecture="sm_80", name="NVIDIA A100")):
+        assert plan(problem, device).path == "algebraic"
+    assert plan(problem, where(H200, PROBLEM, {"fused": 0.5})).path == "algebraic"
 
 
 @pytest.mark.parametrize(

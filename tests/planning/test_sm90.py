@@ -117,17 +117,17 @@ def test_a_backward_pass_that_recomputes(change: dict[str, object]) -> None:
 
 
 def test_triton_3_9_stores_nothing_gated() -> None:
-    """Its assembler serialises the kernel; what would run instead was slower than torch, but where it computes less."""
+    """Its assembler serialises the kernel."""
     wide = replace(TRAINING, M=65_536, K=256, N=1024, O=256, gated=True)
     newer = replace(SM90, triton_release=(3, 9))
-    assert plan(wide, SM90).stored is not None
-    assert plan(wide, newer).path == "epilogue"
+    assert plan(wide, SM90, "triton").stored is not None
     recomputing = plan(wide, newer, "triton")
     assert recomputing.stored is None
     assert recomputing.weight_gradient_tiles.sm90 is not None
     for change in ({"gated": False}, {"K": 128, "O": 128}, {"recompute": True}, {"needs_data_gradient": False}):
-        assert plan(replace(wide, **change), newer) == plan(replace(wide, **change), SM90)
-        assert plan(replace(wide, **change), newer).path == "fused"
+        made = plan(replace(wide, **change), newer, "triton")
+        assert made == plan(replace(wide, **change), SM90, "triton")
+        assert made.path == "fused"
 
 
 def test_splits_of_stored_weight_gradients_are_bounded() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -13,9 +12,10 @@ from fusedlayers.kernels.tuning.limits import BARRIER_BYTES
 from fusedlayers.planning import Device, WeightGradientPlan, WeightGradientProblem, plan
 from fusedlayers.planning.devices import PARTIALS_LIMIT
 from fusedlayers.planning.weight_gradient import choose_pipeline, sm90_seconds, tile_count
+from tests.support.records import where
 
 H200 = Device("cuda", "NVIDIA H200", "sm_90", sms=132, triton=True, backend="sm90")
-COSTS = H200.figures.tile_costs
+COSTS = H200.tile_costs
 A100 = Device("cuda", "NVIDIA A100", "sm_80", sms=108, triton=True)
 CPU = Device("cpu", "cpu")
 LARGE = WeightGradientProblem(M=65_536, O=1024, K=256, dtype="bfloat16")
@@ -44,75 +44,43 @@ def test_what_the_kernels_do_not_take(change: dict[str, object], device: Device,
     assert (made.tiles, made.pipeline, made.splits, made.workspace_bytes) == (None, None, 1, 0)
 
 
-def test_auto_mode_takes_what_was_measured_faster(measured: Callable[..., None]) -> None:
-    for layer, figures in ((False, "alone_faster_from"), (True, "faster_from")):
-        limits = (2**34, 2**30)
-        measured(
-            "weight_gradient", **{figures: {True: limits, False: None} if layer else limits}, summed_from=(2**40, 0)
-        )
-        large = replace(LARGE, layer=layer)
-        assert large.flops > 2**34
-        assert plan(large, H200).path == "fused"
-        small = replace(large, M=8192)
-        assert 2**30 < small.flops < 2**34
-        assert "too small: 4,294,967,296 FLOPs, faster than torch from 17,179,869,184 on" in why(plan(small, H200))
-        assert plan(replace(small, captured=True), H200).path == "fused"
-    assert "where only dW is wanted" in why(plan(replace(LARGE, bias=False), H200))
-    assert "torch was as fast or faster" in why(plan(LARGE, replace(H200, backend="generic")))
-    assert "not measured on sm_80" in why(plan(LARGE, A100))
-    assert "float32 products" in why(plan(replace(LARGE, dtype="float32"), H200))
-    assert why(plan(LARGE, H200, "torch")) == "the backend is set to torch"
+@pytest.mark.parametrize("captured", [False, True])
+def test_auto_mode_takes_what_was_measured_faster(captured: bool) -> None:
+    problem = replace(LARGE, captured=captured)
+    assert plan(problem, where(H200, problem, {"fused": 0.5})).path == "fused"
+    assert why(plan(problem, where(H200, problem, {"fused": 1.5}))) == "torch is expected to be faster"
+    apart = where(H200, problem, {"fused": 0.5}, {"fused": 1.5})
+    assert plan(problem, apart).path == ("torch" if captured else "fused")
+    # Of a layer's backward pass both times count, unless that is replayed.
+    for launched, replayed in ((0.5, 1.5), (1.5, 0.5)):
+        layer = replace(problem, layer=True)
+        both = where(H200, layer, {"fused": launched}, {"fused": replayed})
+        assert plan(layer, both).path == ("fused" if captured and replayed < 1 else "torch")
+
+
+def test_what_was_not_measured_is_left_to_torch() -> None:
+    device = where(H200, LARGE, {"fused": 0.5})
+    assert "nothing like it was measured" in why(plan(replace(LARGE, bias=False), device))
+    assert "float32 products" in why(plan(replace(LARGE, dtype="float32"), device))
+    assert why(plan(LARGE, device, "torch")) == "the backend is set to torch"
     for unlike in (A100, replace(H200, backend="generic")):
+        assert "not measured on sm_" in why(plan(LARGE, unlike))
         assert plan(LARGE, unlike, "triton").path == "fused"
 
 
-def test_narrow_ones_may_have_any_number_of_weights() -> None:
-    figures = H200.figures.weight_gradient
-    assert figures is not None
-    narrow = replace(LARGE, O=4096, K=figures.narrow)
-    assert max(figures.most_weights_alone) < narrow.O * narrow.K
-    assert plan(narrow, H200).path == "fused"
-    assert "1,048,576 weights" in why(plan(replace(narrow, layer=True), H200))
-    assert "1,310,720 weights" in dict(plan(replace(narrow, K=320), H200).rejected)["fused"]
-
-
-def test_many_rows_may_have_more_weights() -> None:
-    figures = H200.figures.weight_gradient
-    assert figures is not None
-    many = replace(LARGE, M=figures.many_rows, O=512, K=512)
-    assert plan(many, H200).path == "fused"
-    assert "262,144 weights" in dict(plan(replace(many, M=figures.many_rows - 1), H200).rejected)["fused"]
-    assert "393,216 weights" in dict(plan(replace(many, O=768), H200).rejected)["fused"]
-
-
-def test_tiles_that_are_half_empty_count_as_more_weights() -> None:
-    half = replace(LARGE, M=2**17, O=136, K=768)
-    assert (
-        "104,448 weights in 53% of their tiles: torch was as fast or faster from 87,856 on"
-        in dict(plan(half, H200).rejected)["fused"]
-    )
-    assert plan(replace(half, O=256), H200).path == "fused"
-    assert plan(replace(half, K=384), H200).path == "fused"
-    assert plan(half, H200, "triton").path == "fused"
-
-
-def test_a_kernel_adds_up_dy_beside_torchs_product(measured: Callable[..., None]) -> None:
-    measured("weight_gradient", summed_from=(2**21, 2**20), summed_columns=2048)
-    wide = replace(LARGE, O=1024, K=1024)
-    made = plan(wide, H200)
+def test_a_kernel_adds_up_dy_beside_torchs_product() -> None:
+    device = where(H200, LARGE, {"fused": 0.9, "sums": 0.8})
+    made = plan(LARGE, device)
     assert (made.path, made.tiles, made.workspace_bytes) == ("sums", None, 0)
-    assert "1,048,576 weights" in dict(made.rejected)["fused"]
-    assert "sum of the rows" in dict(made.rejected)["torch"]
-    assert made.summary(H200) == (
-        "Runs through torch, with the sums in a kernel: a kernel adds up dy faster than torch does."
-    )
-    few = replace(wide, M=2**10)
-    assert (plan(few, H200).path, plan(replace(few, captured=True), H200).path) == ("torch", "sums")
-    for change in ({"O": 2048}, {"bias": False}, {"layer": True}, {"training": True}, {"dtype": "float32"}):
-        assert plan(replace(wide, **change), H200).path == "torch", change
-    assert plan(wide, A100).path == "torch"
-    assert plan(wide, H200, "torch").path == "torch"
-    assert plan(wide, H200, "triton").path == "fused"
+    assert set(dict(made.rejected).values()) == {"sums is expected to be faster"}
+    assert made.summary(device) == "Runs through torch, with the sums in a kernel: a kernel adds up dy."
+    # Of calls by themselves alone was it measured, with both gradients.
+    for change in ({"layer": True}, {"training": True}):
+        assert plan(replace(LARGE, **change), device).path == "fused", change
+    for change in ({"bias": False}, {"dtype": "float32"}):
+        assert plan(replace(LARGE, **change), device).path == "torch", change
+    assert plan(LARGE, device, "torch").path == "torch"
+    assert plan(LARGE, device, "triton").path == "fused"
 
 
 def why(made: WeightGradientPlan) -> str:
