@@ -2,13 +2,14 @@
 
     python -m tests.gpu.captured_calls GROUP        one line of JSON for each call of the group
 
-The sizes are such that launched calls take torch's path and recorded ones the kernels, so that these are met for the
-first time inside the capture. Within a group no call meets the kernels of an earlier one.
+Records say that launched calls are faster on torch's path and recorded ones in the kernels, so that these are met for
+the first time inside the capture. Within a group no call meets the kernels of an earlier one.
 """
 
 from __future__ import annotations
 
 import copy
+import functools
 import json
 import sys
 from collections.abc import Callable, Iterable
@@ -23,10 +24,11 @@ from fusedlayers.bench.cases import ALL, CASES, Case, Options, Shape
 from fusedlayers.bench.contenders import FUSED_SWITCHES, Work
 from fusedlayers.bench.exactness import random_work, reference_results
 from fusedlayers.closeness import compare_all
-from fusedlayers.devices import describe
+from fusedlayers.devices import assumed, describe
 from fusedlayers.functional.dispatch import decisions
 from fusedlayers.functional.switches import switched
 from fusedlayers.planning import Device
+from tests.support.records import where
 
 PLAIN_CALLS, REPLAYS = 3, 3
 Found = dict[str, Any]
@@ -34,82 +36,75 @@ Found = dict[str, Any]
 
 @dataclass(frozen=True)
 class CapturedCall:
-    """A call whose sizes are the first of ``shapes`` at which a recorded one takes kernels, a launched one does not.
+    """A call that takes ``kernels`` where it is recorded, and ``launched`` where it is not: of a record that says so.
 
     ``chooses``: equal to forced kernels bit for bit instead of close to torch. Of two nearly equal products either may
-    be the larger one, and another choice is another gradient. ``launched`` is the path of launched calls.
+    be the larger one, and another choice is another gradient.
     """
 
     case: Case
     options: Options
-    shapes: tuple[Shape, ...]
+    shape: Shape
+    kernels: str = "fused"
     chooses: bool = False
     launched: str = "torch"
 
-    def paths(self, shape: Shape, device: Device) -> tuple[str, str]:
-        """(launched, recorded) in auto mode; nothing is allocated."""
-        operands = self.case.operands(shape, self.options).items()
+    @functools.cached_property
+    def problem(self) -> Any:
+        """Of a launched call; nothing is allocated."""
+        operands = self.case.operands(self.shape, self.options).items()
         blank = {name: operand.blank(torch.bfloat16, self.case.backward) for name, operand in operands}
-        problem = self.case.problem(blank, self.options)
-        launched, recorded = (planning.plan(replace(problem, captured=each), device) for each in (False, True))
+        return self.case.problem(blank, self.options)
+
+    def on(self, device: Device) -> Device:
+        """``device`` with the record: launched one by one the kernels take twice the time of torch, in a graph half."""
+        slow = {self.kernels: 2.0} if self.launched == "torch" else {self.kernels: 2.0, self.launched: 0.5}
+        fast = {path: 1 / ratio for path, ratio in slow.items()}
+        return where(device, self.problem, slow, fast)
+
+    def paths(self, device: Device) -> tuple[str, str]:
+        """(launched, recorded) in auto mode."""
+        launched, recorded = (planning.plan(replace(self.problem, captured=each), device) for each in (False, True))
         return launched.path, recorded.path
-
-    def shape_between(self, device: Device) -> Shape | None:
-        """The sizes, or None where there are none on this device."""
-        for shape in self.shapes:
-            launched, recorded = self.paths(shape, device)
-            if launched == self.launched and recorded not in (launched, "torch"):
-                return shape
-        return None
-
-
-def _rows(*rest: int) -> tuple[Shape, ...]:
-    return tuple((2**power, *rest) for power in range(10, 18))
 
 
 _FFN, _GATED = Options("gelu_tanh", bias=True), Options("silu", gated=True)
 CALLS: dict[str, dict[str, CapturedCall]] = {
     "narrow": {
-        # No multiple of eight hidden units: the generic kernels, which are faster in a graph alone.
-        "ffn": CapturedCall(CASES["ffn"], _FFN, _rows(64, 252)),
-        "gated ffn": CapturedCall(CASES["ffn"], _GATED, _rows(64, 252)),
-        "gemm_gemm": CapturedCall(CASES["gemm_gemm"], Options("gelu_tanh"), ((192, 256, 256, 64, 64),)),
-        "max": CapturedCall(
-            CASES["gemm_reduce"], Options(op="max", dim=-2), tuple((2**n, 1024, 1024, 128) for n in range(8)), True
-        ),
-        "logsumexp": CapturedCall(
-            CASES["gemm_reduce"], Options(op="logsumexp", dim=-1), tuple((2**n, 1024, 1024, 128) for n in range(8))
-        ),
-        "maxsim": CapturedCall(CASES["maxsim"], Options(), tuple((16, 2**n, 32, 256, 128) for n in range(2, 10)), True),
-        "linear": CapturedCall(CASES["split_k"], Options(bias=True), ((16, 1024, 4096), (16, 2048, 4096))),
+        # No multiple of eight hidden units: the generic kernels.
+        "ffn": CapturedCall(CASES["ffn"], _FFN, (4096, 64, 252)),
+        "gated ffn": CapturedCall(CASES["ffn"], _GATED, (4096, 64, 252)),
+        "gemm_gemm": CapturedCall(CASES["gemm_gemm"], Options("gelu_tanh"), (192, 256, 256, 64, 64)),
+        "max": CapturedCall(CASES["gemm_reduce"], Options(op="max", dim=-2), (8, 1024, 1024, 128), chooses=True),
+        "logsumexp": CapturedCall(CASES["gemm_reduce"], Options(op="logsumexp", dim=-1), (8, 1024, 1024, 128)),
+        "maxsim": CapturedCall(CASES["maxsim"], Options(), (16, 64, 32, 256, 128), chooses=True),
+        "linear": CapturedCall(CASES["split_k"], Options(bias=True), (16, 1024, 4096)),
         "linear_cross_entropy": CapturedCall(
-            CASES["linear_cross_entropy"], Options(op="mean"), tuple((2**n, 256, 32000) for n in range(6, 14))
+            CASES["linear_cross_entropy"], Options(op="mean"), (1024, 256, 32000), "chunked"
         ),
-        "linear_log_probs": CapturedCall(
-            CASES["linear_log_probs"], Options(op="mean"), tuple((2**n, 256, 32000) for n in range(6, 14))
-        ),
+        "linear_log_probs": CapturedCall(CASES["linear_log_probs"], Options(op="mean"), (1024, 256, 32000)),
         # Torch's product is in place of the kernel's, and a kernel for the sums beside it.
         "weight_gradient": CapturedCall(
-            CASES["weight_gradient"], Options(bias=True), ((12800, 128, 512),), launched="sums"
+            CASES["weight_gradient"], Options(bias=True), (12800, 128, 512), launched="sums"
         ),
-        "hidden_gradient": CapturedCall(ALL["hidden_gradient"], Options("gelu_tanh", bias=True), _rows(4096, 1024)),
+        "hidden_gradient": CapturedCall(ALL["hidden_gradient"], Options("gelu_tanh", bias=True), (4096, 4096, 1024)),
     },
     # Recorded, the path for wider layers divides hidden units, too, and multiplies in torch; plain calls never do.
     "otherwise": {
-        "ffn": CapturedCall(CASES["ffn"], _FFN, ((10240, 256, 1024), (12288, 256, 1024)), launched="fused"),
-        "gated ffn": CapturedCall(CASES["ffn"], _GATED, ((10240, 256, 1024), (12288, 256, 1024)), launched="fused"),
+        "ffn": CapturedCall(CASES["ffn"], _FFN, (10240, 256, 1024), "epilogue", launched="fused"),
+        "gated ffn": CapturedCall(CASES["ffn"], _GATED, (10240, 256, 1024), "epilogue", launched="fused"),
     },
-    "wide": {"ffn": CapturedCall(CASES["ffn"], _FFN, _rows(1024, 4096))},
-    "wide gated": {"gated ffn": CapturedCall(CASES["ffn"], _GATED, _rows(1024, 2816))},
+    "wide": {"ffn": CapturedCall(CASES["ffn"], _FFN, (4096, 1024, 4096), "epilogue")},
+    "wide gated": {"gated ffn": CapturedCall(CASES["ffn"], _GATED, (4096, 1024, 2816), "epilogue")},
 }
 
 
 def recorded(call: CapturedCall, device: torch.device) -> Found:
     """What the plain calls and the capture took, and what was wrong with the replays."""
-    shape = call.shape_between(describe(device))
-    if shape is None:
-        return {"skipped": f"no sizes here at which a recorded call takes kernels and a launched one torch: {call}"}
-    case, options = call.case, call.options
+    planned = call.paths(describe(device))
+    if planned[1] != call.kernels:
+        return {"skipped": f"the kernels do not run here: {call}"}
+    case, options, shape = call.case, call.options, call.shape
     drawn: dict[str, Any] = {"init": "normal", "dtype": torch.bfloat16, "device": device, "backward": case.backward}
     work = random_work(case, options, shape, seed=0, **drawn)
     keywords = case.our_keywords(options)
@@ -125,7 +120,7 @@ def recorded(call: CapturedCall, device: torch.device) -> Found:
     with decisions() as captured, torch.cuda.graph(graph):
         replayed = step()
     found: Found = {
-        "shape": shape, "planned": list(call.paths(shape, describe(device))), "launched": dict(launched),
+        "shape": shape, "planned": list(planned), "launched": dict(launched),
         "captured": dict(captured), "faults": [],
     }  # fmt: skip
     names = [*case.results[: len(replayed)], *(f"d{name}" for name in work.leaves if case.backward)]
@@ -192,9 +187,9 @@ MODULES: dict[str, GraphedModule] = {
 
 def graphed(module: GraphedModule, device: torch.device) -> Found:
     """The same through ``torch.cuda.make_graphed_callables``, after three plain steps of the module."""
-    shape = module.call.shape_between(describe(device))
-    if shape is None:
-        return {"skipped": "no sizes here at which a recorded call takes kernels and a launched one torch"}
+    shape, planned = module.call.shape, module.call.paths(describe(device))
+    if planned[1] != module.call.kernels:
+        return {"skipped": f"the kernels do not run here: {module.call}"}
     layer = module.make(shape).to(device, torch.bfloat16)
     plain = copy.deepcopy(layer)
 
@@ -209,7 +204,7 @@ def graphed(module: GraphedModule, device: torch.device) -> Found:
     with decisions() as captured:
         layer = torch.cuda.make_graphed_callables(layer, drawn())
     found: Found = {
-        "shape": shape, "planned": list(module.call.paths(shape, describe(device))), "launched": dict(launched),
+        "shape": shape, "planned": list(planned), "launched": dict(launched),
         "captured": dict(captured), "faults": [],
     }  # fmt: skip
     exact = copy.deepcopy(plain).double()
@@ -244,11 +239,14 @@ def main(group: str) -> None:
     runs: dict[str, Callable[[], Found]] = {}
     if group == "modules":
         runs = {name: lambda module=module: graphed(module, device) for name, module in MODULES.items()}  # type: ignore[misc]
+        calls = {name: module.call for name, module in MODULES.items()}
     else:
         runs = {name: lambda call=call: recorded(call, device) for name, call in CALLS[group].items()}  # type: ignore[misc]
+        calls = CALLS[group]
     for name, run in runs.items():
         try:
-            found = run()
+            with assumed(override=calls[name].on(describe(device)).override):
+                found = run()
         except Exception as error:  # the others are tried nevertheless
             found = {"error": f"{type(error).__name__}: {error}"}
         print(json.dumps({"name": name, **found}), flush=True)

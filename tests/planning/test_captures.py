@@ -1,26 +1,21 @@
-"""The sizes of the tests of captures: on an H200 there are some at which only a recorded call takes kernels."""
+"""The calls of the tests of captures: of each a recorded call alone takes the kernels."""
 
 from __future__ import annotations
 
 import pytest
 
-from fusedlayers.planning import Device
+from fusedlayers.planning import CARDS, Device
 from tests.gpu.captured_calls import CALLS, CapturedCall
 
-H200 = Device("cuda", "NVIDIA H200", "sm_90", sms=132, triton=True, backend="sm90")
 FLAT = {f"{group}, {name}": call for group, calls in CALLS.items() for name, call in calls.items()}
 
 
+@pytest.mark.parametrize("card", CARDS)
 @pytest.mark.parametrize("call", FLAT.values(), ids=FLAT)
-def test_there_are_sizes_between_the_thresholds(call: CapturedCall) -> None:
-    shape = call.shape_between(H200)
-    assert shape is not None
-    kernels = {"linear_cross_entropy": "chunked"}.get(call.case.name, "fused")
-    if shape[1] in (256, 1024) and call.case.name == "ffn":
-        kernels = "epilogue"
-    assert call.paths(shape, H200) == (call.launched, kernels)
+def test_a_recorded_call_alone_takes_the_kernels(call: CapturedCall, card: str) -> None:
+    assert call.paths(call.on(CARDS[card])) == (call.launched, call.kernels)
 
 
-def test_elsewhere_there_are_none() -> None:
+def test_where_no_kernels_run_there_is_nothing_to_record() -> None:
     for call in FLAT.values():
-        assert call.shape_between(Device("cpu", "cpu")) is None
+        assert call.paths(call.on(Device("cpu", "cpu"))) == ("torch", "torch")
