@@ -39,7 +39,7 @@ _one_at_a_time = threading.Lock()
 
 def standing(facts: Device) -> dict[str, Any]:
     """The facts of a GPU that the release of Triton changes: none if it is known, or no kernel would be taken."""
-    if release_is_known() or not facts.triton or not facts.measured:
+    if release_is_known() or not facts.triton or facts.record is None:
         return {}
     place = _place(facts)
     found = (RECORD.read() or {}).get(place)

@@ -1,12 +1,12 @@
 """What every problem and every plan have, whatever the operation."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, ClassVar, TypeVar
 
 from ..kernels.tuning import has_tanh
-from ..kernels.tuning.dtypes import FORMATS, KERNEL_DTYPES, UNKNOWN, Format
+from ..kernels.tuning.dtypes import FORMATS, KERNEL_DTYPES, SM90, UNKNOWN, Format
 from .devices import Device, floor_seconds
 from .record import LAUNCHED, REPLAYED, TORCH, estimate
 
@@ -267,6 +267,8 @@ def unmeasured(device: Device) -> str | None:
     if device.record is not None:
         return None
     where = device.architecture or device.kind
+    if replace(device, backend=SM90).record is not None:
+        where = f"{where}, but for those of its architecture, which do not run here"
     return f"the kernels were not measured on {where}; {CALIBRATE} does that, FUSEDLAYERS_BACKEND=triton runs them"
 
 

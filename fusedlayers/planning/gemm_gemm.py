@@ -99,7 +99,12 @@ class Problem(Call):
         return f"{self.operation}{' gated' if self.gated else ''}{' training' if self.training else ''}"
 
     def recorded(self, path: str, device: Device) -> str:
-        return "generic" if path == "fused" and not all_on_sm90(self, device) else path
+        if path != "fused":
+            return path
+        if not all_on_sm90(self, device):
+            return "generic"
+        everything = self.needs_data_gradient and self.needs_weight_gradient
+        return "recomputed" if everything and stored_tiles(self, device) is None else path
 
     @property
     def variant(self) -> str:

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from operator import mul
@@ -45,6 +46,8 @@ BEYOND = 3.0
 ESTIMATED = 1.1
 # Multiples of elements at which rows begin, from the best one: lines of memory, sectors, vectors, words.
 _ALIGNMENTS = (64, 16, 8, 2)
+# Of fewer rows of a kind of call the regression knows too little: those of other GPUs of the architecture join them.
+FEW = 30
 
 
 class Row(NamedTuple):
@@ -277,8 +280,8 @@ def of_device(gpu: str, architecture: str, own: Record | None) -> Record | None:
     alike = [each for each in shipped().values() if each["architecture"] == architecture]
     rows: list[Row] = []
     for each in sorted(alike, key=lambda each: each["gpu"] != gpu):
-        known = {row.kin for row in rows}
-        rows += [row for row in read(each) if row.kin not in known]
+        known = Counter(row.kin for row in rows)
+        rows += [row for row in read(each) if known[row.kin] < FEW]
     if own is not None:
         rows += own.rows()
     return Record(rows) if rows else None
