@@ -43,7 +43,7 @@ def rows(found: Iterable[Source]) -> list[Row]:
         decisive = problem.decisive
         if decisive.kin != problem.kin or problem != decisive:
             continue
-        place = problem.kin, problem.variant, problem.sizes
+        place = problem.recorded_kin, problem.variant, problem.sizes
         known = together.get(place, Row(*place, {}, {}))
         together[place] = Row(*place, launched or known.launched, replayed or known.replayed)
     return [row for row in together.values() if len(row.launched) > 1 or len(row.replayed) > 1]

@@ -19,7 +19,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from fusedlayers import planning
-from fusedlayers.bench.tables import Table
+from fusedlayers.bench.tables import NONE, Table
 from fusedlayers.planning import CARDS
 from fusedlayers.planning.call import in_words
 from fusedlayers.planning.record import LAUNCHED, REPLAYED, TORCH
@@ -37,7 +37,7 @@ class Decision(NamedTuple):
     problem: Any
     folder: str
     shipped: str
-    left_out: str
+    left_out: str | None
     seconds: dict[str, float]
 
     @property
@@ -51,28 +51,36 @@ class Decision(NamedTuple):
     def line(self) -> str:
         times = ", ".join(f"{path} {in_words(seconds)}" for path, seconds in self.seconds.items())
         what = f"{self.card} {self.problem.operation} {self.problem.described}, {self.how}"
-        return f"{self.regret(self.left_out):.2f} {what}: {self.left_out}, as shipped {self.shipped} ({times})"
+        left_out = "" if self.left_out is None else f"{self.left_out}, "
+        regret = self.regret(self.left_out or self.shipped)
+        return f"{regret:.2f} {what}: {left_out}as shipped {self.shipped} ({times})"
 
 
-def decisions(card: str) -> Iterator[Decision]:
-    """Every row of the results of a card that was timed on the paths taken, and on torch's."""
+def decisions(card: str, left_out: int = 1) -> Iterator[Decision]:
+    """Every row of the results of a card that was timed on the paths taken, and on torch's.
+
+    One in ``left_out`` problems is decided without its row, too.
+    """
     device = CARDS[card]
     assert device.record is not None
-    for source in sources(card):
+    for number, source in enumerate(sources(card)):
         problem = source.problem
         if problem != problem.decisive:
             continue
-        blind = replace(device, override=device.record.without(problem.kin, problem.sizes))
+        blind = None
+        if number % left_out == 0:
+            blind = replace(device, override=device.record.without(problem.recorded_kin, problem.sizes))
         for captured, seconds in ((False, source.launched), (True, source.replayed)):
             call = replace(problem, captured=captured)
-            shipped, left_out = (problem.recorded(planning.plan(call, each).path, device) for each in (device, blind))
-            if {TORCH, shipped, left_out} <= seconds.keys() and len(seconds) > 1:
-                yield Decision(card, call, source.folder, shipped, left_out, seconds)
+            shipped = problem.recorded(planning.plan(call, device).path, device)
+            other = None if blind is None else problem.recorded(planning.plan(call, blind).path, device)
+            if {TORCH, shipped, other or TORCH} <= seconds.keys() and len(seconds) > 1:
+                yield Decision(card, call, source.folder, shipped, other, seconds)
 
 
-def committed() -> list[Decision]:
+def committed(left_out: int = 1) -> list[Decision]:
     """The decisions about all results of layers that were measured with the usual release of Triton."""
-    return [each for card in CARDS for each in decisions(card)]
+    return [each for card in CARDS for each in decisions(card, left_out)]
 
 
 def mean_regret(regrets: Iterable[float]) -> float:
@@ -97,8 +105,9 @@ def table(found: list[Decision]) -> Table:
     lines = []
     for name, rows in groups.items():
         line = [*name, str(len(rows))]
-        for regrets in ([each.regret(each.shipped) for each in rows], [each.regret(each.left_out) for each in rows]):
-            line += [f"{mean_regret(regrets):.4f}", f"{wrong(regrets):.1%}"]
+        blind = [each.regret(each.left_out) for each in rows if each.left_out is not None]
+        for regrets in ([each.regret(each.shipped) for each in rows], blind):
+            line += [f"{mean_regret(regrets):.4f}", f"{wrong(regrets):.1%}"] if regrets else [NONE, NONE]
         lines.append(tuple(line))
     columns = ("card", "operation", "time", "sizes", "rows", "as shipped", f"above {WRONG}", "left out",
                f"above {WRONG}")  # fmt: skip
@@ -117,7 +126,7 @@ def main(arguments: list[str] | None = None) -> int:
     chosen = build_parser().parse_args(arguments)
     found = committed()
     print(table(found).plain())
-    for each in sorted(found, key=lambda each: -each.regret(each.left_out))[: chosen.worst]:
+    for each in sorted(found, key=lambda each: -each.regret(each.left_out or each.shipped))[: chosen.worst]:
         print(each.line())
     return 0
 

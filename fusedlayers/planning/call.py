@@ -61,6 +61,12 @@ class Call:
         raise NotImplementedError
 
     @property
+    def recorded_kin(self) -> str:
+        """The same with the dtype, where its products run at another rate."""
+        dtype = vars(self)["dtype"]
+        return self.kin if self.format.narrow else f"{self.kin} {dtype}"
+
+    @property
     def variant(self) -> str:
         """What sets calls apart whose times differ by little."""
         return ""
@@ -276,10 +282,11 @@ def not_measured(problem: Any, device: Device) -> str | None:
     """Why auto mode leaves this device or this dtype to torch whatever the sizes, or None."""
     if reason := device.left_to_torch or unmeasured(device):
         return reason
+    if device.record is not None and device.record.has(problem.recorded_kin):
+        return None
     if problem.dtype == "float32":
         return "float32 products in IEEE precision do not use the matrix units; torch's kernels are faster"
-    assert device.record is not None
-    return None if device.record.knows(problem.kin.partition(" ")[0]) else no_time_on_record(problem)
+    return no_time_on_record(problem)
 
 
 def no_time_on_record(problem: Any) -> str:

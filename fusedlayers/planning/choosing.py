@@ -20,8 +20,9 @@ from .record import TORCH, Surface
 # A path that keeps more, or a change between neighbouring numbers of tokens, must be expected to be so many times as
 # fast; and a path that keeps so many times the bytes is not changed to.
 STAYS, MOST_KEPT = math.log(1.05), 1.9
-# Numbers of tokens that a layer is looked at for: powers of the root of two, up to four million.
-_STEP, _STEPS = 0.5, 45
+# Numbers of tokens that a layer is looked at for are powers of the root of two, up to the most that were measured: what
+# is right there stays right.
+_STEP = 0.5
 
 Kept = Callable[[str], int]
 _COVERED = "the kernels cover the problem"
@@ -55,7 +56,7 @@ def choose(
     if reason is not None:
         return Choice(TORCH, against | dict.fromkeys(able, reason))
     record, names = device.record, {problem.recorded(path, device): path for path in able}
-    surfaces = [record.surface(problem.kin, how) for how in problem.measured_as] if record is not None and able else []
+    surfaces = [record.surface(problem.recorded_kin, how) for how in problem.measured_as] if record is not None and able else []
     if not surfaces or None in surfaces:
         return Choice(TORCH, against | dict.fromkeys(able, no_time_on_record(problem)))
     found: list[Surface] = surfaces  # type: ignore[assignment]
@@ -85,7 +86,7 @@ def _along(problem: Any, surfaces: Sequence[Surface], kept: Mapping[str, int]) -
     tokens, *layer = problem.sizes
     shares = tuple((name, round(bytes_kept / problem.M, 1)) for name, bytes_kept in kept.items())
     chosen = _layer(tuple(surfaces), tuple(layer), problem.variant, shares)
-    return chosen[min(round(math.log2(tokens) / _STEP), _STEPS - 1)]
+    return chosen[min(round(math.log2(tokens) / _STEP), len(chosen) - 1)]
 
 
 @lru_cache(4096)
@@ -96,7 +97,7 @@ def _layer(
     bytes_kept = dict(kept)
     least = min(bytes_kept.values())
     best: dict[str, tuple[float, list[str]]] = {name: (0.0, []) for name in bytes_kept}
-    for step in range(_STEPS):
+    for step in range(1 + math.ceil(min(surface.most for surface in surfaces) / _STEP)):
         # A multiple of 64, as where it matters numbers of tokens are.
         tokens = round(2 ** (_STEP * step))
         ratios = _ratios(surfaces, (tokens if tokens < 64 else tokens // 64 * 64, *layer), variant, bytes_kept)

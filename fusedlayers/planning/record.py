@@ -86,9 +86,9 @@ class Record:
         for rows in self._rows.values():
             yield from rows
 
-    def knows(self, operation: str) -> bool:
-        """Whether anything was measured of an operation."""
-        return any(kin.split(" ")[0] == operation for kin in self._rows)
+    def has(self, kin: str) -> bool:
+        """Whether anything was measured of a kind of call."""
+        return kin in self._rows
 
     def without(self, kin: str, sizes: tuple[int, ...]) -> Record:
         """As if nothing had been measured at these sizes."""
@@ -114,6 +114,7 @@ class Surface:
         # By alignment and variant: how far rows are apart for that alone.
         self._unlike: dict[tuple[tuple[int, ...], str], list[float]] = {}
         self._bounds = [(min(axis), max(axis)) for axis in self._axes]
+        self.most = self._bounds[0][1]  # of the first size, in octaves
         self._middle = [math.fsum(axis) / len(rows) for axis in self._axes]
         near = [
             self._nearness(*place)
@@ -259,7 +260,7 @@ def shipped() -> dict[str, dict[str, Any]]:
 
 def estimate(problem: Any, record: Record, names: Mapping[str, str]) -> Estimate | None:
     """What is expected of ``problem`` by path, ``names`` being those of the record; None where nothing is known."""
-    surface = record.surface(problem.kin, problem.measured_as[0])
+    surface = record.surface(problem.recorded_kin, problem.measured_as[0])
     if surface is None:
         return None
     place, near = surface.near(problem.sizes, problem.variant)

@@ -1,4 +1,4 @@
-"""What the planner concludes from figures of the user's own GPU, and how these lie on disk."""
+"""What the planner concludes from times of the user's own GPU, and how these lie on disk."""
 
 from __future__ import annotations
 
@@ -15,172 +15,109 @@ import torch
 import fusedlayers as fl
 from fusedlayers import calibrations, devices, planning
 from fusedlayers.functional import dispatch
-from fusedlayers.planning import Device, LinearProblem, Problem, ReduceProblem, plan
-from fusedlayers.planning.calibration import Calibration, Entry, features
+from fusedlayers.planning import Device, Problem, ReduceProblem, plan
+from fusedlayers.planning.record import Record, Row
 
 CARD = Device("cuda", "Some Card", "sm_86", sms=82, triton=True)
 H200 = Device("cuda", "NVIDIA H200", "sm_90", sms=132, triton=True, backend="sm90")
+# Operands that generic kernels read as well, as there are no others on such a card.
 FFN = Problem(
-    "ffn", batch=1, M=4096, K=1024, N=4096, O=1024, dtype="bfloat16", activation="silu", gated=True,
+    "ffn", batch=1, M=4096, K=64, N=256, O=64, dtype="bfloat16", activation="silu", gated=True,
     needs_data_gradient=True, needs_weight_gradient=True,
 )  # fmt: skip
 
 
-def entry(problem: Any, choice: str = "triton", speed: float = 1.2, path: str = "epilogue") -> Entry:
-    """The problem as it would be recorded; a captured one as replayed."""
-    return Entry(features(problem), problem.captured, choice, "torch" if choice == "torch" else path, speed, 0.01)
+def row(problem: Any, launched: float = 0.8, replayed: float | None = None, path: str = "generic") -> Row:
+    """A problem as it would be recorded: a path's time beside torch's, launched and in a graph."""
+    times = [{"torch": 1e-4, path: 1e-4 * ratio} for ratio in (launched, launched if replayed is None else replayed)]
+    return Row(problem.recorded_kin, problem.variant, problem.sizes, *times, own=True)
 
 
-def on(device: Device, *entries: Entry) -> Device:
-    return replace(device, calibration=Calibration(entries))
+def on(device: Device, *rows: Row) -> Device:
+    return replace(device, calibration=Record(rows))
 
 
 def sized(M: int, **change: Any) -> Problem:
     return replace(FFN, M=M, **change)
 
 
-def test_features_are_the_sizes_and_what_differs_from_a_plain_call() -> None:
-    found = features(replace(FFN, captured=True, compiled=True))
-    assert found == features(FFN)
-    assert dict(found.sizes) == {"batch": 1, "M": 4096, "K": 1024, "N": 4096, "O": 1024}
-    assert dict(found.flags) == {
-        "dtype": "bfloat16", "activation": "silu", "gated": True, "needs_data_gradient": True,
-        "needs_weight_gradient": True,
-    }  # fmt: skip
-    linear = features(LinearProblem(M=1, N=2, K=3, dtype="float16", split_k=2))
-    assert linear == ("linear", (("dtype", "float16"), ("split_k", 2)), (("M", 1), ("N", 2), ("K", 3)))
-    assert "op" in dict(features(ReduceProblem(1, 2, 3, 4, "float32", "max")).flags)
-
-
 def test_what_was_measured_runs_as_was_fastest() -> None:
-    device = on(CARD, entry(FFN), entry(replace(FFN, captured=True), "torch", 0.93))
+    device = on(CARD, row(FFN, 0.8, 1.1))
     made = plan(FFN, device)
-    assert made.path == "epilogue"
-    assert made.reason.endswith("; 1.20 times as fast as torch here, as calibrated")
-    assert "1.20 times as fast as torch here" in dict(made.facts(device))["path"]
+    assert made.path == "fused"
+    expected = dict(made.facts(device))["expected"]
+    assert "fused" in expected
+    assert "(measured: 80 µs), torch" in expected
+    assert expected.endswith("measured at 4096 × 64 × 256")
     replayed = plan(replace(FFN, captured=True), device)
     assert replayed.path == "torch"
-    assert "kernels had 0.93 of its speed" in replayed.why_torch(device)
+    assert "fused" in replayed.why_torch(device)
     # The user's own wish is heeded as ever.
-    assert plan(replace(FFN, captured=True), device, "triton").path == "epilogue"
+    assert plan(replace(FFN, captured=True), device, "triton").path == "fused"
     assert plan(FFN, device, "torch").path == "torch"
 
 
-@pytest.mark.parametrize(
-    ("problem", "path"),
-    [
-        (sized(1024), "epilogue"),
-        (sized(1040), "epilogue"),
-        (sized(16_384), "epilogue"),
-        # Beyond what was measured, or not aligned as both of them are.
-        (sized(1023), "torch"),
-        (sized(16_385), "torch"),
-        (sized(1033), "torch"),
-        (sized(2048, N=4095), "torch"),
-        (sized(2048, K=2048), "torch"),
-        # Another family.
-        (sized(2048, dtype="float16"), "torch"),
-        (sized(2048, activation="gelu"), "torch"),
-        (sized(2048, gated=False), "torch"),
-        (sized(2048, needs_data_gradient=False), "torch"),
-        (sized(2048, captured=True), "torch"),
-        (sized(2048, compiled=True), "torch"),
-        (sized(2048, saved_limit=2**40), "torch"),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "",
-)
-def test_what_lies_between_two_wins_is_one(problem: Problem, path: str) -> None:
-    made = plan(problem, on(CARD, entry(sized(1024), speed=1.1), entry(sized(16_384), speed=1.3)))
-    assert made.path == path
-    if path == "epilogue" and problem.M != 16_384:
-        assert "1.10 times as fast" in made.reason, "the more cautious of both"
-    if path == "torch":
-        assert (
-            "nothing like it was measured on this sm_86 GPU; python -m fusedlayers.bench calibrate"
-            in (dict(made.rejected)["epilogue"])
-        )
+def test_sizes_between_two_wins_are_wins_and_others_need_more() -> None:
+    device = on(CARD, row(sized(1024), 0.8), row(sized(16_384), 0.8))
+    assert {plan(sized(M), device).path for M in (1024, 1033, 4096, 16_384)} == {"fused"}
+    # With far fewer tokens than were measured, a path must be expected to be clearly faster.
+    assert plan(sized(16), on(CARD, row(sized(1024), 0.95), row(sized(16_384), 0.95))).path == "torch"
 
 
-def test_an_odd_number_between_odd_and_even_ones_is_no_extrapolation() -> None:
-    device = on(CARD, entry(sized(1023)), entry(sized(16_384)))
-    assert plan(sized(1999), device).path == "epilogue"
-    assert plan(sized(1022), device).path == "torch"
+def test_nothing_follows_for_another_kind_of_call() -> None:
+    device = on(CARD, row(FFN))
+    for other in (sized(4096, gated=False), sized(4096, needs_data_gradient=False, needs_weight_gradient=False),
+                  sized(4096, dtype="float32")):  # fmt: skip
+        made = plan(other, device)
+        assert made.path == "torch"
+        assert "float32" in made.why_torch(device) or "nothing like it was measured" in made.why_torch(device)
 
 
 def test_a_loss_between_two_wins_keeps_both_sides_apart() -> None:
-    entries = [entry(sized(M)) for M in (1024, 2048, 8192, 16_384)]
-    device = on(CARD, *entries, entry(sized(4096), "torch", 0.98))
-    paths = {M: plan(sized(M), device).path for M in (1536, 3072, 4096, 6144, 12_288)}
-    assert paths == {1536: "epilogue", 3072: "torch", 4096: "torch", 6144: "torch", 12_288: "epilogue"}
-
-
-def test_every_size_lies_between() -> None:
-    device = on(CARD, entry(sized(1024, K=512, N=2048, O=512)), entry(sized(8192, K=2048, N=8192, O=2048)))
-    inside = sized(4096)
-    assert plan(inside, device).path == "epilogue"
-    assert plan(replace(inside, N=16_384), device).path == "torch"
-    # Two that won do not speak for a third which is smaller than one in one size and larger in the other.
-    crossed = on(CARD, entry(sized(1024, N=8192)), entry(sized(8192, N=2048)))
-    assert plan(inside, crossed).path == "torch"
-
-
-def test_other_kernels_than_those_that_won_are_not_taken() -> None:
-    narrow = sized(8192, K=64, O=64, N=256)
-    assert plan(narrow, CARD, "triton").path == "fused"
-    device = on(CARD, entry(narrow, path="fused"), entry(sized(8192), path="epilogue"))
-    assert plan(narrow, device).path == "fused"
-    assert plan(sized(8192, K=256, O=256, N=1024), device).path == "torch"
-    assert plan(narrow, on(CARD, entry(narrow, path="epilogue"))).path == "torch", "as the tables were once"
+    reduction = ReduceProblem(8, 1024, 1024, 64, "bfloat16", "max")
+    rows = [
+        row(replace(reduction, batch=batch), ratio, path="fused") for batch, ratio in ((1, 0.7), (16, 1.4), (256, 0.7))
+    ]
+    paths = {batch: plan(replace(reduction, batch=batch), on(CARD, *rows)).path for batch in (1, 16, 256)}
+    assert paths == {1: "fused", 16: "torch", 256: "fused"}
 
 
 def test_compiled_calls_need_both() -> None:
     compiled = replace(FFN, compiled=True)
-    both = on(CARD, entry(FFN), entry(replace(FFN, captured=True)))
-    assert plan(compiled, both).path == "epilogue"
-    assert plan(compiled, on(CARD, entry(FFN), entry(replace(FFN, captured=True), "torch"))).path == "torch"
-    assert plan(replace(compiled, captured=True), both).path == "epilogue"
+    assert plan(compiled, on(CARD, row(FFN))).path == "fused"
+    assert plan(compiled, on(CARD, row(FFN, 0.8, 1.2))).path == "torch"
+    assert plan(compiled, on(CARD, row(FFN, 1.2, 0.8))).path == "torch"
+    assert plan(replace(compiled, captured=True), on(CARD, row(FFN, 1.2, 0.8))).path == "fused"
 
 
-def test_the_users_own_figures_come_before_those_of_the_architecture() -> None:
-    large = sized(16_384)
-    assert plan(large, H200).path == "epilogue"
-    assert plan(large, on(H200, entry(large, "torch", 0.9))).path == "torch"
-    small = sized(256)
-    assert plan(small, H200).path == "torch"
-    assert plan(small, on(H200, entry(small))).path == "epilogue"
-    # What it does not know is decided as before, and so is what was fastest by the architecture's figures.
-    assert plan(large, on(H200, entry(small))) == plan(large, H200)
-    assert plan(large, on(H200, entry(large, "auto"))) == plan(large, H200)
-    assert "as fast or faster below 1,024" in dict(plan(sized(512), on(H200, entry(small))).rejected)["epilogue"]
+def test_the_users_own_times_count_more_than_those_of_the_architecture() -> None:
+    reduction = ReduceProblem(64, 1024, 4096, 64, "bfloat16", "max", captured=True)
+    assert plan(reduction, H200).path == "fused"
+    assert plan(reduction, on(H200, row(reduction, 1.5, path="fused"))).path == "torch"
+    # What they do not speak of is decided as before.
+    other = replace(reduction, op="logsumexp")
+    assert plan(other, on(H200, row(reduction, 1.5, path="fused"))) == plan(other, H200)
 
 
 def test_a_sum_without_a_product_stays_one() -> None:
     reduction = ReduceProblem(8, 1024, 1024, 64, "bfloat16", "sum")
-    assert plan(reduction, on(CARD, entry(reduction, "torch", 0.5))).path == "algebraic"
+    assert plan(reduction, CARD).path == "algebraic"
 
 
 def test_what_failed_the_self_test_later_is_not_taken() -> None:
-    device = on(CARD, entry(FFN))
-    [name, *_] = planning.configurations(plan(FFN, device))["epilogue hidden_tiles"]
-    made = plan(FFN, replace(device, avoided=frozenset({name})))
-    assert made.path == "torch"
+    device = on(CARD, row(FFN))
+    [name, *_] = planning.configurations(plan(FFN, device))["forward_tiles"]
+    assert plan(FFN, replace(device, avoided=frozenset({name}))).path == "torch"
 
 
-def test_never_is_only_said_where_nothing_won() -> None:
-    half = replace(FFN, dtype="float32")
+def test_never_is_only_said_where_nothing_was_measured() -> None:
+    single = replace(FFN, dtype="float32")
     assert "not measured on sm_86" in str(planning.why_never_kernels(FFN, CARD, "auto"))
-    device = on(CARD, entry(FFN))
+    device = on(CARD, row(FFN))
     assert planning.why_never_kernels(FFN, device, "auto") is None
-    assert "nothing like it was measured" in str(planning.why_never_kernels(half, device, "auto"))
-    assert planning.why_never_kernels(half, on(CARD, entry(half)), "auto") is None
-    assert "float32 products" in str(planning.why_never_kernels(half, H200, "auto"))
-
-
-def test_a_new_number_of_tokens_is_planned_at_once() -> None:
-    entries = [entry(sized(16 * M, K=K, O=K)) for M in range(1, 60) for K in (256, 512, 1024)]
-    device = on(CARD, *entries)
-    assert plan(sized(16 * 40 + 8, K=512, O=512), device).path == "torch"
-    assert plan(sized(16 * 40, K=768, O=768), device).path == "epilogue"
+    assert "float32 products" in str(planning.why_never_kernels(single, device, "auto"))
+    assert planning.why_never_kernels(single, on(CARD, row(single)), "auto") is None
+    assert "float32 products" in str(planning.why_never_kernels(single, H200, "auto"))
 
 
 # On disk.
@@ -198,14 +135,12 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 def test_what_is_written_is_read(cache: Path) -> None:
     assert calibrations.on_record(CARD) is None
     assert not cache.exists()
-    first, second = entry(FFN, speed=1.23456), entry(replace(FFN, captured=True), "torch", 0.9)
+    first, second = row(FFN, 0.81234), row(sized(64), 1.1)
     assert calibrations.add(CARD, [first], "555.1") == cache
     assert calibrations.add(CARD, [second], "555.2") == cache
     found = calibrations.on_record(CARD)
     assert found is not None
-    assert len(found) == 2
-    assert found.answer(FFN) == first._replace(speed=1.2346)
-    assert found.answer(replace(FFN, captured=True)) == second
+    assert [*found.rows()] == [first, second]
     # Nothing but its lock is left beside it, and it says where its figures hold.
     assert {path.name for path in cache.parent.iterdir()} == {"calibration.json", "calibration.lock"}
     [record] = json.loads(cache.read_text())["records"]
@@ -214,17 +149,18 @@ def test_what_is_written_is_read(cache: Path) -> None:
     assert "Triton" in record["compiler"]
     assert all(len(each["hash"]) == 16 for each in record["entries"])
     # What is measured again replaces what was there.
-    calibrations.add(CARD, [first._replace(choice="torch", path="torch", speed=0.8)], None)
-    again = calibrations.on_record(CARD)
-    assert again is not None
-    assert (len(again), again.answer(FFN).choice) == (2, "torch")  # type: ignore[union-attr]
+    again = row(FFN, 1.2)
+    calibrations.add(CARD, [again], None)
+    found = calibrations.on_record(CARD)
+    assert found is not None
+    assert [*found.rows()] == [again, second]
 
 
 @pytest.mark.parametrize("field", ["gpu", "processors", "torch", "compiler", "sources"])
 def test_figures_hold_for_one_gpu_and_the_versions_they_were_measured_with(
     field: str, cache: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    calibrations.add(CARD, [entry(FFN)], None)
+    calibrations.add(CARD, [row(FFN)], None)
     content = json.loads(cache.read_text())
     content["records"][0][field] = 7 if field == "processors" else "another one"
     cache.write_text(json.dumps(content))
@@ -238,9 +174,9 @@ def test_figures_hold_for_one_gpu_and_the_versions_they_were_measured_with(
 def test_another_assembler_changes_nothing(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """``torch.compile`` sets one in the middle of a process, which ``calibrate`` does, too."""
     monkeypatch.setattr(calibrations, "toolchain", lambda architecture: "Triton 9, ptxas 12.8")
-    calibrations.add(CARD, [entry(FFN)], None)
+    calibrations.add(CARD, [row(FFN)], None)
     monkeypatch.setattr(calibrations, "toolchain", lambda architecture: "Triton 9, ptxas 13.0")
-    calibrations.add(CARD, [entry(sized(64))], None)
+    calibrations.add(CARD, [row(sized(64))], None)
     found = calibrations.on_record(CARD)
     assert found is not None
     assert len(found) == 2
@@ -249,25 +185,24 @@ def test_another_assembler_changes_nothing(cache: Path, monkeypatch: pytest.Monk
 
 
 def test_an_entry_that_was_edited_is_not_trusted(cache: Path) -> None:
-    calibrations.add(CARD, [entry(FFN), entry(sized(64), "torch", 0.7)], None)
+    calibrations.add(CARD, [row(FFN), row(sized(64), 1.4)], None)
     content = json.loads(cache.read_text())
-    [slow] = [each for each in content["records"][0]["entries"] if each["choice"] == "torch"]
-    slow["choice"] = "triton"
+    [slow] = [each for each in content["records"][0]["entries"] if each["sizes"][0] == 64]
+    slow["launched"]["generic"] = 1e-5
     cache.write_text(json.dumps(content))
     found = calibrations.on_record(CARD)
     assert found is not None
-    assert len(found) == 1
-    assert found.answer(sized(64)) is None
+    assert [*found.rows()] == [row(FFN)]
 
 
 @pytest.mark.parametrize(
     ("text", "words"),
     [
         ("{", "expected JSON"),
-        ("[]", "expected a calibration of schema 1"),
-        ('{"schema": 2, "records": []}', "expected a calibration of schema 1"),
-        ('{"schema": 1, "records": [{"gpu": "x"}]}', "is no complete calibration"),
-        ('{"schema": 1, "records": 3}', "is no complete calibration"),
+        ("[]", "expected a calibration of schema 2"),
+        ('{"schema": 1, "records": []}', "expected a calibration of schema 2"),
+        ('{"schema": 2, "records": [{"gpu": "x"}]}', "is no complete calibration"),
+        ('{"schema": 2, "records": 3}', "is no complete calibration"),
     ],
 )
 def test_a_file_that_is_none_is_named_and_ignored(
@@ -280,7 +215,7 @@ def test_a_file_that_is_none_is_named_and_ignored(
     with caplog.at_level(logging.INFO, "fusedlayers"):
         assert calibrations.on_record(CARD) is None
     assert str(cache) in caplog.text
-    calibrations.add(CARD, [entry(FFN)], None)
+    calibrations.add(CARD, [row(FFN)], None)
     assert calibrations.on_record(CARD) is not None
 
 
@@ -288,21 +223,19 @@ def test_teams_merge_what_each_has_measured(cache: Path, tmp_path: Path, monkeyp
     with pytest.raises(ValueError, match="nothing was measured here yet"):
         calibrations.export(tmp_path / "none.json")
     team = tmp_path / "shared" / "team.json"
-    calibrations.add(CARD, [entry(FFN, speed=1.1), entry(sized(64), speed=1.5)], None)
-    calibrations.add(replace(CARD, name="Another Card"), [entry(FFN)], None)
+    calibrations.add(CARD, [row(FFN, 0.9), row(sized(64), 0.7)], None)
+    calibrations.add(replace(CARD, name="Another Card"), [row(FFN)], None)
     assert calibrations.export(team) == 3
-    # Another machine, with a file of its own.
+    # Another machine, with a file of its own: what it measured itself stays.
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "elsewhere"))
-    calibrations.add(CARD, [entry(FFN, speed=1.4), entry(sized(64), "torch", 0.9)], None)
+    calibrations.add(CARD, [row(FFN, 0.6)], None)
     content = json.loads(team.read_text())
-    content["records"][1]["entries"][0]["speed"] = 9.0
+    content["records"][1]["entries"][0]["launched"]["torch"] = 9.0
     team.write_text(json.dumps(content))
-    # The slower one counts: of what another machine found faster nothing is taken over.
     assert calibrations.merge([team]) == (1, 1)
     found = calibrations.on_record(CARD)
     assert found is not None
-    assert found.answer(FFN).speed == 1.1  # type: ignore[union-attr]
-    assert found.answer(sized(64)).choice == "torch"  # type: ignore[union-attr]
+    assert [*found.rows()] == [row(FFN, 0.6), row(sized(64), 0.7)]
     assert calibrations.merge([team]) == (0, 1)
 
 
@@ -311,7 +244,7 @@ def test_a_device_is_described_with_what_was_measured_on_it(cache: Path, monkeyp
     cpu = torch.device("cpu")
     facts = devices.describe(cpu)
     assert facts.calibration is None
-    calibrations.add(facts, [entry(FFN)], None)
+    calibrations.add(facts, [row(FFN)], None)
     devices._describe.cache_clear()
     found = devices.describe(cpu)
     assert found.calibration is not None

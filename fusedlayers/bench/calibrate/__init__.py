@@ -148,7 +148,7 @@ def _calibrate(chosen: argparse.Namespace, device: torch.device) -> int:
 def is_known(trial: Trial, known: Record | None) -> bool:
     """Whether a call of these sizes is on record."""
     problem = trial.problem()
-    place = problem.kin, problem.variant, problem.sizes
+    place = problem.recorded_kin, problem.variant, problem.sizes
     return known is not None and any((row.kin, row.variant, row.sizes) == place for row in known.rows())
 
 

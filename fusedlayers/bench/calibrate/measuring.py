@@ -61,7 +61,7 @@ def row_of(trial: Trial, device: torch.device, seconds: float) -> Row:
             if spread is not None and spread.median < found.get(path, math.inf):
                 found[path] = spread.median
     problem = trial.problem()
-    return Row(problem.kin, problem.variant, problem.sizes, launched, replayed, own=True)
+    return Row(problem.recorded_kin, problem.variant, problem.sizes, launched, replayed, own=True)
 
 
 def _paths(trial: Trial, work: Work) -> dict[str, tuple[str, str]]:
