@@ -210,15 +210,18 @@ class Decision:
     def expected(self, device: Device) -> str:
         """What each path is expected to take, and what it took at the nearest sizes that were measured."""
         names = {name: path for name, path in self.timed if path != TORCH}
-        known = None if device.record is None else estimate(self.problem.decisive, device.record, names)
-        if known is None:
-            return "unknown"
-        of_paths = [
-            f"{path} {in_words(known.seconds[path])}"
-            + (f" (measured: {in_words(known.measured[path])})" if path in known.measured else "")
-            for path in sorted(known.seconds, key=known.seconds.__getitem__)
-        ]
-        return f"{', '.join(of_paths)}; measured at {' × '.join(map(str, known.nearest.sizes))}"
+        problem, found = self.problem.decisive, []
+        for how in problem.measured_as if device.record is not None else ():
+            known = estimate(problem, device.record, how, names)
+            if known is None:
+                continue
+            of_paths = [
+                f"{path} {in_words(known.seconds[path])}"
+                + (f" (measured: {in_words(known.measured[path])})" if path in known.measured else "")
+                for path in sorted(known.seconds, key=known.seconds.__getitem__)
+            ]
+            found.append(f"{how}, {', '.join(of_paths)}; measured at {' × '.join(map(str, known.nearest.sizes))}")
+        return ". ".join(found) or "unknown"
 
     def facts(self, device: Device) -> Facts:
         """The plan as ``explain`` prints it."""

@@ -56,23 +56,28 @@ def choose(
     if reason is not None:
         return Choice(TORCH, against | dict.fromkeys(able, reason))
     record, names = device.record, {problem.recorded(path, device): path for path in able}
-    surfaces = [record.surface(problem.recorded_kin, how) for how in problem.measured_as] if record is not None and able else []
+    surfaces = (
+        [record.surface(problem.recorded_kin, how) for how in problem.measured_as]
+        if record is not None and able
+        else []
+    )
     if not surfaces or None in surfaces:
         return Choice(TORCH, against | dict.fromkeys(able, no_time_on_record(problem)))
     found: list[Surface] = surfaces  # type: ignore[assignment]
-    ratios = _ratios(found, problem.sizes, problem.variant, names)
-    names[TORCH] = TORCH
+    timed = {name: path for name, path in names.items() if all(name in surface.paths for surface in found)}
+    timed[TORCH] = TORCH
     if kept is None or not problem.training:
-        name = min(ratios, key=ratios.__getitem__)
+        ratios = _ratios(found, problem.sizes, problem.variant, timed)
+        path = timed[min(ratios, key=ratios.__getitem__)]
+        slower = f"{path} is expected to be faster"
     else:
-        name = _along(problem, found, {each: kept(names[each]) for each in ratios})
-    path = names[name]
-    known = {names[each] for each in ratios}
-    slower = f"{path} is expected to be faster"
+        path = timed[_along(problem, found, {name: kept(each) for name, each in timed.items()})]
+        slower = f"{path} is expected to be about as fast or faster with so many tokens, or keeps less"
+    known = timed.values()
     against |= {
         each: slower if each in known else no_time_on_record(problem) for each in (*able, TORCH) if each != path
     }
-    return Choice(path, against, tuple(names.items()))
+    return Choice(path, against, tuple(timed.items()))
 
 
 def _ratios(surfaces: Sequence[Surface], sizes: Sequence[int], variant: str, paths: Iterable[str]) -> dict[str, float]:

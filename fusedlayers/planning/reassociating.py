@@ -30,7 +30,10 @@ def why_not(problem: Any, device: Device, backend: str) -> str | None:
     if problem.format.small_range:
         # Users scale gradients until torch's products just fit, and to look for overflow the host would have to wait.
         return f"{problem.dtype}: B C and its gradient may overflow where A B and the gradient of that do not"
-    return "several entries of C multiply one A B" if problem.shared_hidden else None
+    if problem.shared_hidden:
+        return "several entries of C multiply one A B"
+    share = share_of_time(problem, device)
+    return None if share < 1 else f"A (B C) computes and moves {share:.2f} times as much"
 
 
 def choose(problem: Any, device: Device, choice: Choice) -> Choice:
@@ -40,7 +43,7 @@ def choose(problem: Any, device: Device, choice: Choice) -> Choice:
     others = {path: why for path, why in choice.against.items() if path != "reassociated"}
     if share < CLEARLY_FEWER:
         return Choice("reassociated", {**others, TORCH: f"A (B C) is cheaper: about {share:.2f} of the time, {by}"})
-    more = f"A (B C) is not clearly cheaper: about {share:.2f} times as long as the torch path, {by}"
+    more = f"A (B C) is not clearly cheaper: about {share:.2f} times as long, {by}"
     return Choice(TORCH, {**others, "reassociated": more})
 
 

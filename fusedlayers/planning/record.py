@@ -46,6 +46,8 @@ BEYOND = 3.0
 ESTIMATED = 1.1
 # Multiples of elements at which rows begin, from the best one: lines of memory, sectors, vectors, words.
 _ALIGNMENTS = (64, 16, 8, 2)
+# Octaves that two classes of alignment are apart.
+_UNLIKE = [[UNLIKE_ROWS * min(abs(one - two), 2) for two in range(5)] for one in range(5)]
 # Of fewer rows of a kind of call the regression knows too little: those of other GPUs of the architecture join them.
 FEW = 30
 
@@ -143,6 +145,11 @@ class Surface:
         found = {path: self._at(self._paths[path], place, near) + margin for path in paths if path in self._paths}
         return {**found, TORCH: 0.0}
 
+    @property
+    def paths(self) -> Iterable[str]:
+        """Those that were timed, but torch's."""
+        return self._paths
+
     def torch_seconds(self, place: Sequence[float], near: Sequence[float]) -> float:
         """What torch takes."""
         return math.exp(self._at(self._torch, place, near))
@@ -153,20 +160,20 @@ class Surface:
         return self.rows[place], self.seconds[place]
 
     def _nearness(self, place: Sequence[float], of: tuple[int, ...], variant: str) -> list[float]:
+        # Done for every row at every new size, so that it calls as little as it can.
         apart = self._unlike.get((of, variant))
         if apart is None:
-            apart = self._unlike[of, variant] = [
-                UNLIKE_ROWS * sum(min(abs(one - two), 2) for one, two in zip(of, other, strict=True))
-                + UNLIKE_VARIANT * (row.variant != variant)
-                for other, row in zip(self._classes, self.rows, strict=True)
-            ]
-        # Done for every row at every new size.
+            apart = [0.0 if row.variant == variant else UNLIKE_VARIANT for row in self.rows]
+            for axis, here in enumerate(of):
+                table = _UNLIKE[here]
+                apart = [so_far + table[other[axis]] for so_far, other in zip(apart, self._classes, strict=True)]
+            self._unlike[of, variant] = apart
         for here, axis in zip(place, self._axes, strict=True):
             apart = [
                 so_far + (here - there if here > there else there - here)
-                for so_far, there in zip(apart, axis)  # noqa: B905
+                for so_far, there in zip(apart, axis, strict=True)
             ]
-        return [math.exp(distance / -REACH) for distance in apart]
+        return list(map(math.exp, [distance / -REACH for distance in apart]))
 
     def _fitted(
         self, near: list[list[float]], noise: list[float], values: list[float], steepness: float = STEEPNESS
@@ -258,9 +265,9 @@ def shipped() -> dict[str, dict[str, Any]]:
     return {each["gpu"]: each for each in found}
 
 
-def estimate(problem: Any, record: Record, names: Mapping[str, str]) -> Estimate | None:
+def estimate(problem: Any, record: Record, how: str, names: Mapping[str, str]) -> Estimate | None:
     """What is expected of ``problem`` by path, ``names`` being those of the record; None where nothing is known."""
-    surface = record.surface(problem.recorded_kin, problem.measured_as[0])
+    surface = record.surface(problem.recorded_kin, how)
     if surface is None:
         return None
     place, near = surface.near(problem.sizes, problem.variant)
