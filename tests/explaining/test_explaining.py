@@ -200,7 +200,7 @@ def test_lines_follow_the_call(pretend: Callable[[Device], None], monkeypatch: p
             {},
             "the kernels were not measured on sm_80; python -m fusedlayers.bench calibrate does that",
         ),
-        (faster("fused", 100, 64, 256, ratio=1.5), (100, 64, 256), {}, "torch is expected to be faster"),
+        (faster("fused", 100, 64, 256, ratio=1.5), (100, 64, 256), {}, "torch is expected to be "),
         (faster("epilogue", 100, 64, 256, ratio=1.5), (100, 64, 256), {}, "nothing like it was measured: python -m"),
         (H200, (2**20, 1024, 4096), {}, "width 1024 (padded 1024) of bfloat16 does not fit on chip in forward"),
         (SM90, (2**20, 64, 256), {"dtype": torch.float32}, "float32 products in IEEE precision"),
@@ -288,8 +288,8 @@ def test_the_first_line_has_the_times_that_decided(pretend: Callable[[Device], N
     pretend(faster("fused", 100, 64, 256, ratio=1.5))
     sentence = fl.explain(functional.ffn, *tensors(100, 64, 256).values(), details=True).splitlines()[0]
     assert re.fullmatch(
-        r"Runs through torch: expected \(torch [\d.]+ ms \(measured: 1 ms\), fused [\d.]+ ms \(measured: 1\.5 ms\); "
-        r"measured at 100 × 64 × 256\)\.",
+        r"Runs through torch: expected \(launched, torch [\d.]+ ms \(measured: 1 ms\), fused [\d.]+ ms "
+        r"\(measured: 1\.5 ms\); measured at 100 × 64 × 256\)\.",
         sentence,
     )
 

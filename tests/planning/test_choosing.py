@@ -30,7 +30,7 @@ def along(**ratios: list[float]) -> Record:
     whole = [[*values[:1] * 2, *values, *values[-1:] * 2] for values in ratios.values()]
     for place, values in enumerate(zip(*whole, strict=True)):
         times = {TORCH: 1e-3, **{path: 1e-3 * value for path, value in zip(ratios, values, strict=True)}}
-        rows.append(Row(WIDE.kin, WIDE.variant, (8**place, WIDE.K, WIDE.N), times, times))
+        rows.append(Row(WIDE.recorded_kin, WIDE.variant, (8**place, WIDE.K, WIDE.N), times, times))
     return Record(rows)
 
 
@@ -73,7 +73,7 @@ def test_what_cannot_run_or_was_not_measured_is_never_taken() -> None:
     assert made.path == "epilogue"
     assert made.against["fused"] == "it is too wide"
     assert made.against["other"].startswith("nothing like it was measured")
-    assert {("epilogue", "epilogue"), (TORCH, TORCH)} <= set(made.timed)
+    assert set(made.timed) == {("epilogue", "epilogue"), (TORCH, TORCH)}
     # Launched alone was it measured: a graph is another question.
     alone = replace(device, override=Record(row._replace(replayed={}) for row in device.override.rows()))  # type: ignore[union-attr]
     assert choose(INFERENCE, alone, "auto", {"epilogue": None}).path == TORCH
@@ -100,7 +100,7 @@ def test_compiled_code_must_be_faster_either_way(launched: float, replayed: floa
 
 def test_without_a_gradient_the_fastest_is_taken() -> None:
     record = along(other=[0.5, 0.5, 2.0, 2.0], epilogue=[0.7, 0.7, 0.7, 0.7])
-    inference = Record(row._replace(kin=INFERENCE.kin) for row in record.rows())
+    inference = Record(row._replace(kin=INFERENCE.recorded_kin) for row in record.rows())
     found = chosen(inference, problem=INFERENCE)
     assert found[0] == "other"
     assert found[-1] == "epilogue"

@@ -36,7 +36,7 @@ def test_it_is_taken_where_it_was_measured_faster(change: dict[str, object]) -> 
     for problem in (replace(INFERENCE, **change), replace(TRAINING, **change)):
         made = plan(problem, faster(problem))
         assert made.path == "epilogue"
-        assert dict(made.rejected)["torch"] == "epilogue is expected to be faster"
+        assert dict(made.rejected)["torch"].startswith("epilogue is expected to be ")
         assert plan(problem, where(SM90, problem, {"epilogue": 1.2})).path == "torch"
         # It keeps less than torch: a little more than as fast as torch is not needed.
         assert plan(problem, where(SM90, problem, {"epilogue": 0.97})).path == "epilogue"

@@ -63,7 +63,7 @@ def ffn_problem(M: int, K: int, N: int, gated: bool, data: bool, weights: bool, 
 )
 def test_a_new_number_of_tokens_of_an_ffn(options: dict[str, Any], most: int, gated: bool) -> None:
     for K, N in LAYERS:
-        # What is known of a kind of call is prepared at its first one, and a layer's paths are found for all its tokens.
+        # The first call of a kind prepares what is known of it, that of a layer its paths for all numbers of tokens.
         for wanted in WANTED:
             planning.plan(ffn_problem(77, K, N, gated, *wanted, **options), H200)
         for wanted in WANTED:

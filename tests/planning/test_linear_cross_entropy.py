@@ -237,7 +237,8 @@ def test_without_gradients_no_logits_are_written(dtype: str, operation: str) -> 
     assert (made.logit_tiles.sm90 is None) == (dtype == "float32")
     assert made.accuracy == ("exact" if dtype == "float32" else "half")
     assert plan(problem, replace(H200, backend="generic"), "triton").logit_tiles.sm90 is None
-    faster = where(H200, problem, {"fused": 0.5})
+    # What was measured of 16 bits says nothing of others.
+    faster = where(H200, replace(problem, dtype="bfloat16"), {"fused": 0.5})
     assert plan(problem, faster).path == ("torch" if dtype == "float32" else "fused")
 
 

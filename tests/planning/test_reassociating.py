@@ -38,7 +38,8 @@ def test_any_device_takes_it_for_small_inner_sizes_alone(device: Device, dtype: 
         for change in ({"K": 4096, "O": 4096}, {"M": 1}, {"M": 64, "N": 64}):
             made = plan(replace(problem, **change), device)
             assert made.path != "reassociated"
-            assert dict(made.rejected)["reassociated"].startswith("A (B C) is not clearly cheaper: about ")
+            share = f"{share_of_time(replace(problem, **change), device):.2f} times as "
+            assert share in dict(made.rejected)["reassociated"]
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,8 @@ def rows(
         for ratios in (launched, launched if replayed is None else replayed)
     ]
     return [
-        Row(problem.kin, problem.variant, (max(1, round(first * share)), *rest), *times, own=own) for share in AROUND
+        Row(problem.recorded_kin, problem.variant, (max(1, round(first * share)), *rest), *times, own=own)
+        for share in AROUND
     ]
 
 
