@@ -21,7 +21,7 @@ import torch
 import fusedlayers as fl
 from fusedlayers import calibrations, devices, folders
 from fusedlayers.planning import Device, LinearProblem, Problem, plan
-from fusedlayers.planning.calibration import Calibration, Entry, features
+from fusedlayers.planning.record import Record, Row
 from tests.support.selection import draws
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -31,6 +31,12 @@ FFN = Problem("ffn", 1, 4096, 1024, 4096, 1024, "bfloat16", "silu", gated=True)
 FILES = ("calibration.json", "selftest.json")
 # Descends further than any reader of JSON does.
 DEEP = 200_000
+
+
+def row(problem: Any) -> Row:
+    """A problem as it would be recorded."""
+    seconds = {"torch": 2e-5, "generic": 1e-5, "fused": 1e-5}
+    return Row(problem.kin, problem.variant, problem.sizes, seconds, {**seconds, "torch": 9e-6}, own=True)
 
 
 @pytest.fixture
@@ -174,7 +180,7 @@ def test_whatever_lies_there_costs_one_line_at_most(
 def test_the_next_record_takes_its_place(placed: str, cache: Path) -> None:
     cache.mkdir(parents=True)
     PLACED[placed][0](cache / FILES[0])
-    calibrations.add(CARD, [Entry(features(FFN), False, "triton", "epilogue", 1.2, 0.01)], None)
+    calibrations.add(CARD, [row(FFN)], None)
     assert calibrations.on_record(CARD) is not None
     assert not [path for path in cache.iterdir() if path.name.startswith(".")]
 
@@ -192,7 +198,7 @@ import os
 from dataclasses import replace
 from fusedlayers import calibrations, devices
 from fusedlayers.planning import Device, Problem
-from fusedlayers.planning.calibration import Entry, features
+from fusedlayers.planning.record import Row
 
 CARD = {card}
 FFN = {ffn}
@@ -200,8 +206,9 @@ FFN = {ffn}
 def write(number):
     for count in range(40):
         devices.record_failures(replace(CARD, name=f"Card {{number}}"), [f"configuration {{count}}"], {{"another"}})
-        entry = Entry(features(replace(FFN, M=2 * count + number)), False, "triton", "epilogue", 1.2, 0.01)
-        calibrations.add(CARD, [entry], None)
+        problem = replace(FFN, M=2 * count + number)
+        row = Row(problem.kin, problem.variant, problem.sizes, {{"torch": 2e-5, "generic": 1e-5}}, {{}}, own=True)
+        calibrations.add(CARD, [row], None)
 
 ready, go = os.pipe(), os.pipe()
 children = []
@@ -267,8 +274,8 @@ def test_without_locks_one_line_says_so(
 
 # JSON of any kind, with the words that a record has.
 WORDS = st.sampled_from(
-    ["schema", "records", "gpu", "processors", "torch", "compiler", "sources", "entries", "operation", "flags", "sizes",
-     "replayed", "choice", "path", "speed", "spread", "hash", "M", "K", "dtype"]
+    ["schema", "records", "gpu", "processors", "torch", "compiler", "sources", "entries", "kin", "variant", "sizes",
+     "launched", "replayed", "torch", "generic", "epilogue", "ffn training", "linear", "hash"]
 )  # fmt: skip
 SCALARS = st.one_of(
     st.none(),
@@ -295,13 +302,11 @@ def places_in(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
 def damaged(draw: st.DrawFn) -> Any:
     """A right calibration with something else at one to three places, and hashes that fit it where that is possible."""
     entries = [
-        calibrations._as_json(
-            Entry(features(problem), replayed, choice, "epilogue", 1.25, 0.01), calibrations.place_of(CARD)
-        )
-        for problem, replayed, choice in ((FFN, False, "triton"), (FFN, True, "torch"), (LINEAR, False, "auto"))
+        calibrations._as_json(row(problem), calibrations.place_of(CARD))
+        for problem in (FFN, replace(FFN, M=64), LINEAR, replace(LINEAR, M=1))
     ]
     record = dict(zip(calibrations._PLACE, calibrations.place_of(CARD), strict=True)) | {"entries": entries}
-    whole: Any = {"schema": 1, "records": [record | {"driver": "1", "toolchain": "2", "measured": None}]}
+    whole: Any = {"schema": 2, "records": [record | {"driver": "1", "toolchain": "2", "measured": None}]}
     for _ in range(draw(st.integers(1, 3))):
         whole = json.loads(json.dumps(whole))
         path = draw(st.sampled_from(places_in(whole)))
@@ -336,10 +341,10 @@ def test_a_damaged_calibration_is_refused_or_harmless(whole: Any) -> None:
         records = calibrations.checked(whole)
     except ValueError:
         return
-    json.dumps({"schema": 1, "records": records}, allow_nan=False)
+    json.dumps({"schema": 2, "records": records}, allow_nan=False)
     assert all(hash(calibrations._place(record)) is not None for record in records), "as merging needs"
     entries = [entry for record in records for entry in calibrations.trusted(record)]
-    known = Device("cuda", "Some Card", "sm_86", sms=82, triton=True, calibration=Calibration(entries))
+    known = Device("cuda", "Some Card", "sm_86", sms=82, triton=True, calibration=Record(entries))
     for problem in (FFN, LINEAR):
         made = plan(problem, known)
         made.facts(known)

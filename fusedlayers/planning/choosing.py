@@ -57,7 +57,7 @@ def choose(
         return Choice(TORCH, against | dict.fromkeys(able, reason))
     record, names = device.record, {problem.recorded(path, device): path for path in able}
     surfaces = (
-        [record.surface(problem.recorded_kin, how) for how in problem.measured_as]
+        [record.surface(problem.recorded_kin, how, len(problem.sizes)) for how in problem.measured_as]
         if record is not None and able
         else []
     )

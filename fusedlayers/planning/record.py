@@ -78,7 +78,7 @@ class Record:
         self._rows: dict[str, list[Row]] = {}
         for row in rows:
             self._rows.setdefault(row.kin, []).append(row)
-        self._surfaces: dict[tuple[str, str], Surface | None] = {}
+        self._surfaces: dict[tuple[str, str, int], Surface | None] = {}
 
     def __len__(self) -> int:
         return sum(map(len, self._rows.values()))
@@ -96,11 +96,13 @@ class Record:
         """As if nothing had been measured at these sizes."""
         return Record(row for row in self.rows() if (row.kin, row.sizes) != (kin, sizes))
 
-    def surface(self, kin: str, how: str) -> Surface | None:
-        """What is known of a kind of call, launched or replayed; None where nothing is."""
-        place = kin, how
+    def surface(self, kin: str, how: str, axes: int) -> Surface | None:
+        """What is known of a kind of call of so many sizes, launched or replayed; None where nothing is."""
+        place = kin, how, axes
         if place not in self._surfaces:
-            rows = [row for row in self._rows.get(kin, ()) if len(getattr(row, how)) > 1]
+            # A file of others may hold anything.
+            known = [row for row in self._rows.get(kin, ()) if len(row.sizes) == axes]
+            rows = [row for row in known if len(getattr(row, how)) > 1 and TORCH in getattr(row, how)]
             self._surfaces[place] = Surface(rows, how) if rows else None
         return self._surfaces[place]
 
@@ -228,7 +230,8 @@ def _solved(matrix: list[list[float]], right: list[float]) -> list[float]:
         for column in range(row):
             above = factor[column]
             made.append((line[column] - _dot(made, above)) / above[column])
-        made.append(math.sqrt(line[row] - _dot(made, made)))
+        # Rows of one place differ by their errors alone, and by rounding.
+        made.append(math.sqrt(max(line[row] - _dot(made, made), 1e-12)))
         factor.append(made)
     half: list[float] = []
     for value, line in zip(right, factor, strict=True):
@@ -267,7 +270,7 @@ def shipped() -> dict[str, dict[str, Any]]:
 
 def estimate(problem: Any, record: Record, how: str, names: Mapping[str, str]) -> Estimate | None:
     """What is expected of ``problem`` by path, ``names`` being those of the record; None where nothing is known."""
-    surface = record.surface(problem.recorded_kin, how)
+    surface = record.surface(problem.recorded_kin, how, len(problem.sizes))
     if surface is None:
         return None
     place, near = surface.near(problem.sizes, problem.variant)

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from ...devices import describe
 from ...planning.record import TORCH, Row
 from ..cases import DTYPES
 from ..cases.trial import Trial
@@ -51,6 +52,7 @@ def row_of(trial: Trial, device: torch.device, seconds: float) -> Row:
     forced = timings[FUSED]
     if isinstance(forced, NotTimed):
         raise DroppedError(forced.reason)
+    problem, facts = trial.problem(), describe(device)
     launched, replayed = dict[str, float](), dict[str, float]()
     for name in names:
         if isinstance(timing := timings[name], NotTimed):
@@ -58,9 +60,9 @@ def row_of(trial: Trial, device: torch.device, seconds: float) -> Row:
         for found, spread, path in zip(
             (launched, replayed), (timing.launched, timing.replayed), paths.get(name, (TORCH, TORCH)), strict=True
         ):
-            if spread is not None and spread.median < found.get(path, math.inf):
-                found[path] = spread.median
-    problem = trial.problem()
+            name = problem.recorded(path, facts)
+            if spread is not None and spread.median < found.get(name, math.inf):
+                found[name] = spread.median
     return Row(problem.recorded_kin, problem.variant, problem.sizes, launched, replayed, own=True)
 
 
