@@ -44,7 +44,7 @@ def row(sizes: tuple[int, ...], variant: str = "", own: bool = False, **seconds:
 
 
 def surface(*found: Row, how: str = REPLAYED) -> Surface:
-    made = Record(found).surface("it", how)
+    made = Record(found).surface("it", how, len(found[0].sizes))
     assert made is not None
     return made
 
@@ -95,7 +95,7 @@ def test_a_row_that_is_left_out_is_expected_from_its_neighbours() -> None:
     for of in (lambda M, K: (M / 64) ** 0.1, lambda M, K: (K / M) ** -0.05, lambda M, K: 0.7):
         found = grid(of)
         for each in found:
-            made = Record(found).without("it", each.sizes).surface("it", REPLAYED)
+            made = Record(found).without("it", each.sizes).surface("it", REPLAYED, 2)
             assert made is not None
             assert len(made.rows) == len(found) - 1
             assert abs(math.log(ratio(made, each.sizes) / of(*each.sizes))) < 0.25, each.sizes
@@ -110,8 +110,27 @@ def test_a_path_is_known_where_rows_have_it() -> None:
     alone = surface(*(each for each in some if "fused" in each.replayed))
     assert ratio(made, (64, 64)) == pytest.approx(ratio(alone, (64, 64)), rel=1e-3)
     # One time alone is no ratio.
-    assert Record([row((64, 64), torch=1e-3)]).surface("it", REPLAYED) is None
-    assert Record(found).surface("another", REPLAYED) is None
+    assert Record([row((64, 64), torch=1e-3)]).surface("it", REPLAYED, 2) is None
+    # Nor are those of two kernels, as ratios are to torch's.
+    assert Record([row((64, 64), fused=1e-3, other=1e-3)]).surface("it", REPLAYED, 2) is None
+    assert Record(found).surface("another", REPLAYED, 2) is None
+
+
+def test_rows_of_other_sizes_are_none_of_the_kind() -> None:
+    """What a user's file may hold."""
+    found = Record([*grid(lambda M, K: 0.5), row((64, 64, 64), torch=1e-3, fused=9e-3)])
+    two, three = (found.surface("it", REPLAYED, axes) for axes in (2, 3))
+    assert two is not None
+    assert three is not None
+    assert (len(two.rows), len(three.rows)) == (len(found) - 1, 1)
+    assert found.surface("it", REPLAYED, 4) is None
+
+
+def test_rows_of_one_place_are_one_answer() -> None:
+    """Measured again and again, by the user and by others."""
+    for own in (False, True):
+        made = surface(*[row((64, 64), torch=1e-3, fused=1e-3 * times, own=own) for times in (0.5, 0.55, 0.5, 0.5)])
+        assert 0.45 < ratio(made, (64, 64)) < 0.6
 
 
 def test_nothing_near_needs_a_margin() -> None:
@@ -194,8 +213,8 @@ def test_a_file_is_read() -> None:
     assert second == Row("one", "", (1, 2), {TORCH: pytest.approx(3e-6), "fused": pytest.approx(4e-6)}, {})
     found = Record([first, second])
     assert len(found) == 2
-    assert found.surface("one training", REPLAYED) is None
-    assert found.surface("one training", LAUNCHED) is not None
+    assert found.surface("one training", REPLAYED, 2) is None
+    assert found.surface("one training", LAUNCHED, 2) is not None
 
 
 @pytest.mark.parametrize("gpu", shipped())
