@@ -51,7 +51,8 @@ def choose(
         return Choice(TORCH, against)
     if backend == "triton":
         path, *others = [*able, TORCH]
-        return Choice(path, against | dict.fromkeys(others, f"the {path} path comes first"))
+        first = f"the {path} path comes first"
+        return Choice(path, against | {each: _COVERED if each == TORCH else first for each in others})
     reason = not_measured(problem, device) if able else None
     if reason is not None:
         return Choice(TORCH, against | dict.fromkeys(able, reason))

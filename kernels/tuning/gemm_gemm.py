@@ -5,6 +5,7 @@ H200; rows of other architectures are conservative ones.
 """
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 from .limits import CONSUMER_ROWS, MOST_STAGES, padded_width, sm90_width, stages_that_fit
@@ -176,6 +177,7 @@ _PIPELINED: dict[tuple[str, bool], tuple[_Sm90, _Sm90, _Sm90]] = {
 }
 
 
+@lru_cache(1024)
 def sm90_config(kernel: str, gated: bool, batch: int, M: int, K: int, N: int, O: int, sms: int) -> Sm90Config | None:
     """The warp-specialised configuration of ``kernel`` on Hopper, or None where it does not take these sizes.
 

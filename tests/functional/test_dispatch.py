@@ -19,7 +19,9 @@ from fusedlayers.functional import dispatch, operation
 from fusedlayers.functional.call import signature
 from fusedlayers.functional.operands import input_precision
 from fusedlayers.planning import Device
+from fusedlayers.planning.record import Record, Row
 from tests.support.operands import forget_calls
+from tests.support.records import where
 
 H200 = Device("cuda", "NVIDIA H200", "sm_90", sms=132, triton=True)
 A100 = Device("cuda", "NVIDIA A100", "sm_80", sms=108, triton=True)
@@ -132,13 +134,12 @@ def test_recompute_decides_too(
     assert reached == [expected]
 
 
-def test_auto_takes_the_kernels_where_they_were_measured_faster(
-    reached: list[str], pretend: Callable[[Device], None], measured: Callable[..., None]
-) -> None:
-    pretend(H200)
-    measured("gemm_gemm", faster_from={("ffn", False): ((64, (5 * 24, 0)),)})
+def test_auto_takes_faster_kernels(reached: list[str], pretend: Callable[[Device], None]) -> None:
+    times = ((64, 5e-6), (4, 2e-5))
+    rows = [Row("ffn", "gelu", (M, 16, 24), {"torch": 1e-5, "generic": seconds}, {}) for M, seconds in times]
+    pretend(replace(H200, override=Record(rows)))
     with torch.no_grad():
-        x = torch.ones(5, 16, dtype=torch.bfloat16)
+        x = torch.ones(64, 16, dtype=torch.bfloat16)
         w_up, w_down = x.new_ones(24, 16), x.new_ones(16, 24)
         functional.ffn(x, w_up, w_down)
         functional.ffn(x[:4], w_up, w_down)
@@ -316,7 +317,8 @@ def test_float32_precision_is_torchs(precision: str, expected: str) -> None:
 def test_a_capture_takes_what_the_plan_for_graphs_says(monkeypatch: pytest.MonkeyPatch) -> None:
     """At this size the kernels are faster inside a graph alone; nothing need have run before."""
     problem = planning.Problem("ffn", 1, 65_536, 64, 256, 64, "bfloat16", "gelu_tanh")
-    monkeypatch.setattr(dispatch, "describe", lambda device: H200)
+    known = where(H200, problem, {"fused": 2}, {"fused": 0.5})
+    monkeypatch.setattr(dispatch, "describe", lambda device: known)
     device = torch.device("meta")
     assert dispatch.dispatch(problem, device).path == "torch"
     assert dispatch.dispatch(replace(problem, captured=True), device).path == "fused"
@@ -385,14 +387,15 @@ def test_some_calls_are_never_recognised(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_a_path_for_other_sizes_is_planned_as_the_user_wishes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where auto mode leaves some products of a linear layer to torch, a compiled graph does so too."""
-    monkeypatch.setattr(dispatch, "describe", lambda where: H200)
     wanted = {"needs_data_gradient": True, "needs_weight_gradient": True, "captured": True}
     problem = planning.LinearProblem(64, 1024, 8192, "bfloat16", **wanted)
+    known = where(H200, problem, {"fused": 0.5})
+    monkeypatch.setattr(dispatch, "describe", lambda device: known)
     monkeypatch.setenv("FUSEDLAYERS_BACKEND", "auto")
     made = dispatch.plan_on_path(problem, "fused", torch.device("cuda"))
-    assert made == planning.plan(problem, H200)
+    assert made == planning.plan(problem, known)
     assert (made.forward.tiles is None, made.data_gradient.tiles is None) == (False, True)
-    # Sizes that auto mode leaves to torch altogether still take the path that was compiled.
-    few = replace(problem, K=64)
-    assert planning.plan(few, H200).path == "torch"
-    assert dispatch.plan_on_path(few, "fused", torch.device("cuda")) == planning.plan(few, H200, "triton")
+    # Calls that auto mode leaves to torch altogether still take the path that was compiled.
+    other = replace(problem, dtype="float32")
+    assert planning.plan(other, known).path == "torch"
+    assert dispatch.plan_on_path(other, "fused", torch.device("cuda")) == planning.plan(other, known, "triton")

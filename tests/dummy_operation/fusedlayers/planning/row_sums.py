@@ -3,8 +3,10 @@
 from dataclasses import dataclass
 
 from ..kernels.tuning.row_sums import RowSumTiles
-from .call import Call, Decision, Facts, direction, no_kernels, why_not_kernels
+from .call import Call, Decision, Facts, direction, no_kernels
+from .choosing import choose
 from .devices import Device
+from .record import TORCH
 
 
 @dataclass(frozen=True)
@@ -28,6 +30,14 @@ class RowSumsProblem(Call):
         return self.M * self.N, 0
 
     @property
+    def kin(self) -> str:
+        return "row_sums training" if self.training else "row_sums"
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        return self.M, self.N
+
+    @property
     def described(self) -> str:
         return f"M={self.M} (rows) N={self.N}, {self.dtype}, {direction(self)}"
 
@@ -48,11 +58,11 @@ class RowSumsPlan(Decision):
 def plan(problem: RowSumsProblem, device: Device, backend: str = "auto") -> RowSumsPlan:
     """The path that runs ``problem`` on ``device``."""
     unsupported = no_kernels(problem, device)
-    # Without figures, auto mode takes torch.
-    fused = why_not_kernels(problem, device, backend, unsupported, None, lambda *_: None)
+    # Auto mode takes torch until times are on record.
+    choice = choose(problem, device, backend, {"fused": unsupported})
     flops, io_bytes = problem.M * problem.N, problem.element_bytes * problem.M * (problem.N + 1)
     return RowSumsPlan.of(
-        problem, device, "fused", fused, reason="the kernel reads x once", flops=flops, bytes=io_bytes,
+        problem, device, choice, reason="the kernel reads x once", flops=flops, bytes=io_bytes,
         saved_bytes=problem.element_bytes * problem.M * problem.N if problem.training else 0, unsupported=unsupported,
-        tiles=None if fused else RowSumTiles(),
+        tiles=None if choice.path == TORCH else RowSumTiles(),
     )  # fmt: skip
