@@ -106,10 +106,8 @@ def plan_on_path(problem: Any, path: str, device: torch.device) -> Any:
         plan = _cached_plan(problem, describe(device), wish)
         if plan.path == path:
             return plan
-    reasons = dict(plan.rejected)
-    raise RuntimeError(
-        f"{problem.operation} was compiled for its {path} path, which cannot run these sizes: {reasons[path]}"
-    )
+    reason = dict(plan.rejected).get(path, "it is none of the paths of such a call")
+    raise RuntimeError(f"{problem.operation} was compiled for its {path} path, which cannot run these sizes: {reason}")
 
 
 def count(plan: Decision) -> None:

@@ -25,7 +25,6 @@ STAYS, MOST_KEPT = math.log(1.05), 1.9
 _STEP = 0.5
 
 Kept = Callable[[str], int]
-_COVERED = "the kernels cover the problem"
 
 
 class Choice(NamedTuple):
@@ -51,8 +50,7 @@ def choose(
         return Choice(TORCH, against)
     if backend == "triton":
         path, *others = [*able, TORCH]
-        first = f"the {path} path comes first"
-        return Choice(path, against | {each: _COVERED if each == TORCH else first for each in others})
+        return Choice(path, against | dict.fromkeys(others, f"the {path} path comes first"))
     reason = not_measured(problem, device) if able else None
     if reason is not None:
         return Choice(TORCH, against | dict.fromkeys(able, reason))
@@ -68,7 +66,7 @@ def choose(
     timed = {name: path for name, path in names.items() if all(name in surface.paths for surface in found)}
     timed[TORCH] = TORCH
     if kept is None or not problem.training:
-        ratios = _ratios(found, problem.sizes, problem.variant, timed)
+        ratios = _ratios(found, problem.sizes, problem.variant, timed, faster=True)
         path = timed[min(ratios, key=ratios.__getitem__)]
         slower = f"{path} is expected to be faster"
     else:
@@ -83,8 +81,12 @@ def choose(
 
 def _ratios(surfaces: Sequence[Surface], sizes: Sequence[int], variant: str, paths: Iterable[str]) -> dict[str, float]:
     """Logarithms of how many times as long as torch each path takes, the worst of all surfaces."""
-    found = [surface.ratios(*surface.near(sizes, variant), paths) for surface in surfaces]
-    return {path: max(each[path] for each in found) for path in found[0] if all(path in each for each in found)}
+    first, *others = surfaces
+    worst = first.ratios(*first.near(sizes, variant), paths)
+    for surface in others:
+        found = surface.ratios(*surface.near(sizes, variant), paths)
+        worst = {path: max(ratio, found[path]) for path, ratio in worst.items()}
+    return worst
 
 
 def _along(problem: Any, surfaces: Sequence[Surface], kept: Mapping[str, int]) -> str:

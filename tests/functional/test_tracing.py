@@ -20,9 +20,16 @@ from fusedlayers.functional import custom_ops, dispatch
 from fusedlayers.functional.call import observed, traced, with_known_sizes
 from fusedlayers.functional.ffn import FFN
 from fusedlayers.planning import Device, Problem
+from fusedlayers.planning.record import Record, Row
 from tests.support.operands import Allocations
 
-H200 = Device("cuda", "NVIDIA H200", "sm_90", sms=132, triton=True, backend="sm90")
+# By tokens, how many times as long as torch kernels take, launched one by one and in a graph.
+TIMES = {2**19: (0.5, 0.5), 2**15: (2, 0.5), 2**6: (0.5, 2)}
+ROWS = [
+    Row("ffn", "gelu", (rows, 64, 256), *({"torch": 1, "fused": ratio} for ratio in ratios))
+    for rows, ratios in TIMES.items()
+]
+H200 = Device("cuda", "NVIDIA H200", "sm_90", sms=132, triton=True, backend="sm90", override=Record(ROWS))
 
 
 @pytest.fixture
@@ -34,12 +41,12 @@ def h200(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     dispatch._cached_plan.cache_clear()
 
 
-def operations(rows: int, units: int = 256, **options: Any) -> set[str]:
+def operations(rows: int, **options: Any) -> set[str]:
     """Which of our operations a call on a GPU would be written down as."""
 
     def call() -> Tensor:
         x, w_up, w_down = (
-            torch.empty(*s, device="cuda", dtype=torch.bfloat16) for s in ((rows, 64), (units, 64), (64, units))
+            torch.empty(*s, device="cuda", dtype=torch.bfloat16) for s in ((rows, 64), (256, 64), (64, 256))
         )
         return functional.ffn(x, w_up, w_down, **options)
 
@@ -65,11 +72,11 @@ def test_who_observes_operations() -> None:
 @pytest.mark.usefixtures("h200")
 def test_small_problems_run_as_kernels_where_a_graph_will_be_recorded() -> None:
     """Without a call before, as torch.compile makes one itself before it records."""
-    assert operations(2**19, 252) == {"ffn_forward"}, "large enough anyway"
-    assert operations(2**15, 252) == set()
+    assert operations(2**19) == {"ffn_forward"}, "large enough anyway"
+    assert operations(2**15) == set()
     with inductor.patch({"triton.cudagraphs": True}):
-        assert operations(2**15, 252) == {"ffn_forward"}
-        assert operations(2**4, 252) == set()
+        assert operations(2**15) == {"ffn_forward"}
+        assert operations(2**4) == set()
 
 
 @pytest.mark.usefixtures("h200")

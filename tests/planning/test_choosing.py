@@ -157,7 +157,7 @@ class TestShipped:
         )
 
     @pytest.mark.parametrize("captured", [False, True], ids=["launched", "replayed"])
-    @pytest.mark.parametrize(("widths", "most"), [(range(64, 4097, 64), 4), (range(8, 4097, 96), 5)], ids=["64", "8"])
+    @pytest.mark.parametrize(("widths", "most"), [(range(64, 4097, 64), 6), (range(8, 4097, 96), 5)], ids=["64", "8"])
     def test_widths(self, widths: range, most: int, gated: bool, training: bool, card: str, captured: bool) -> None:
         paths = [plan(self.layer(4096, K, gated, training, captured), CARDS[card]).path for K in widths]
         assert sum(one != other for one, other in itertools.pairwise(paths)) <= most, paths

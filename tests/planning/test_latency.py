@@ -1,6 +1,6 @@
 """What a new number of tokens costs the host, counted in function calls, which no other load of the machine changes.
 
-On one core that takes 7 µs for nn.Linear of 2 × 16, 400 calls took about 80 µs.
+On one core that takes 7 µs for nn.Linear of 2 × 16, 450 calls took about 80 µs.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def ffn_problem(M: int, K: int, N: int, gated: bool, data: bool, weights: bool, 
 @pytest.mark.parametrize(
     ("options", "most"),
     # A budget that is not kept makes both plans.
-    [({}, 400), ({"recompute": True}, 400), ({"saved_limit": 1000}, 750), ({"saved_limit": 10**12}, 400)],
+    [({}, 450), ({"recompute": True}, 450), ({"saved_limit": 1000}, 800), ({"saved_limit": 10**12}, 450)],
     ids=["auto", "recompute", "budget", "large budget"],
 )
 def test_a_new_number_of_tokens_of_an_ffn(options: dict[str, Any], most: int, gated: bool) -> None:
@@ -96,7 +96,7 @@ def test_a_new_number_of_tokens_of_the_others(training: bool) -> None:
     for tokens in TOKENS:
         for problem in other_problems(tokens, training):
             found = calls(planning.plan, problem, H200)
-            assert found <= 400, (found, problem)
+            assert found <= 450, (found, problem)
 
 
 def test_the_whole_call_with_a_new_number_of_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,14 +109,14 @@ def test_the_whole_call_with_a_new_number_of_tokens(monkeypatch: pytest.MonkeyPa
     left, right = _tensor(4, 64, 256), _tensor(4, 256, 64)
     head = ("mean", -100, 0.0, None, 1.0, 0.0, False)
     for name, given, options, most in (
-        ("ffn", lambda M: (_tensor(M, 512), up, down, bias, *nothing), ("gelu", 0.0, "auto"), 400),
+        ("ffn", lambda M: (_tensor(M, 512), up, down, bias, *nothing), ("gelu", 0.0, "auto"), 450),
         ("ffn", lambda M: (_tensor(M, 512), up, down, bias, *nothing), ("gelu", 0.0, True), 500),
-        ("gemm_gemm", lambda M: (_tensor(4, M, 64), left, right), ("gelu",), 400),
-        ("gemm_reduce", lambda M: (_tensor(4, M, 64), left, None, None, None), ("max", -1, None, *(False,) * 3), 400),
-        ("linear", lambda M: (_tensor(M, 512), up, bias), (None, "auto", "workspace"), 400),
-        ("linear", lambda M: (_tensor(M, 512), up, bias), (None, 4, "workspace"), 400),
-        ("maxsim", lambda M: (_tensor(4, M, 64), _tensor(8, M, 64), *nothing[1:]), (), 400),
-        ("linear_cross_entropy", lambda M: (_tensor(M, 512), up, torch.zeros(M).long(), None, None), head, 400),
+        ("gemm_gemm", lambda M: (_tensor(4, M, 64), left, right), ("gelu",), 450),
+        ("gemm_reduce", lambda M: (_tensor(4, M, 64), left, None, None, None), ("max", -1, None, *(False,) * 3), 450),
+        ("linear", lambda M: (_tensor(M, 512), up, bias), (None, "auto", "workspace"), 450),
+        ("linear", lambda M: (_tensor(M, 512), up, bias), (None, 4, "workspace"), 450),
+        ("maxsim", lambda M: (_tensor(4, M, 64), _tensor(8, M, 64), *nothing[1:]), (), 450),
+        ("linear_cross_entropy", lambda M: (_tensor(M, 512), up, torch.zeros(M).long(), None, None), head, 450),
     ):
         prepared = operation.OPERATIONS[name].prepared
         prepared(given(77), options)
