@@ -2,6 +2,7 @@
 
     python -m benchmarks.replay               every operation, pass and card
     python -m benchmarks.replay --worst 20    and the decisions that cost the most
+    python -m benchmarks.replay --plot        and the picture of what is expected beside what was measured
 
 No GPU is asked: each row of the results is planned again for the card that it was measured on, *as shipped* with the
 whole record, and *left out* as if nothing had been measured at its sizes. Eager torch is the alternative, and kernels
@@ -14,20 +15,35 @@ import argparse
 import math
 import statistics
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from fusedlayers import planning
 from fusedlayers.bench.tables import NONE, Table
 from fusedlayers.planning import CARDS
 from fusedlayers.planning.call import in_words
-from fusedlayers.planning.record import LAUNCHED, REPLAYED, TORCH
+from fusedlayers.planning.record import LAUNCHED, REPLAYED, TORCH, Record
 
 from .measured import DRAWN, sources
+from .plots import figure_class
 
 # A decision that costs more is a wrong one: so much lies within the noise of two measurements.
 WRONG = 1.03
+PICTURE = Path(__file__).parents[1] / "docs" / "pictures" / "expected.png"
+_COLOURS = (
+    "#0072b2",
+    "#e69f00",
+    "#009e73",
+    "#cc79a7",
+    "#d55e00",
+    "#56b4e9",
+    "#f0e442",
+    "#8c8c8c",
+    "#4c4c4c",
+    "#b0a090",
+)
 
 
 class Decision(NamedTuple):
@@ -39,6 +55,8 @@ class Decision(NamedTuple):
     shipped: str
     left_out: str | None
     seconds: dict[str, float]
+    # By path, logarithms of how many times as long as torch it is expected to take without the row.
+    ratios: dict[str, float]
 
     @property
     def how(self) -> str:
@@ -75,7 +93,45 @@ def decisions(card: str, left_out: int = 1) -> Iterator[Decision]:
             shipped = problem.recorded(planning.plan(call, device).path, device)
             other = None if blind is None else problem.recorded(planning.plan(call, blind).path, device)
             if {TORCH, shipped, other or TORCH} <= seconds.keys() and len(seconds) > 1:
-                yield Decision(card, call, source.folder, shipped, other, seconds)
+                ratios = {} if blind is None or blind.override is None else _ratios(call, blind.override, seconds)
+                yield Decision(card, call, source.folder, shipped, other, seconds, ratios)
+
+
+def _ratios(problem: Any, record: Record, paths: Iterable[str]) -> dict[str, float]:
+    surface = record.surface(problem.recorded_kin, problem.measured_as[0], len(problem.sizes))
+    return {} if surface is None else surface.ratios(*surface.near(problem.sizes, problem.variant), paths)
+
+
+def draw(found: Sequence[Decision], path: Path) -> None:
+    """A point for every path and row: how many times as fast as torch it is, left out of the record and measured.
+
+    Raises:
+        MatplotlibMissingError: matplotlib is not installed.
+    """
+    figure = figure_class()(figsize=(10, 5.2), layout="constrained")
+    operations = sorted({each.problem.operation for each in found})
+    for axes, how in zip(figure.subplots(1, 2, sharey=True), (LAUNCHED, REPLAYED), strict=True):
+        for operation, colour in zip(operations, _COLOURS, strict=False):
+            points = [
+                (each.seconds[TORCH] / each.seconds[path], math.exp(-ratio))
+                for each in found
+                if each.how == how and each.problem.operation == operation
+                for path, ratio in each.ratios.items()
+                if path != TORCH and path in each.seconds
+            ]
+            if points:
+                axes.scatter(*zip(*points, strict=True), s=5, alpha=0.6, color=colour, label=operation)
+        axes.plot((0.05, 30), (0.05, 30), color="black", linewidth=0.8)
+        axes.axhline(1, color="#8c8c8c", linewidth=0.5)
+        axes.axvline(1, color="#8c8c8c", linewidth=0.5)
+        axes.set(
+            xscale="log", yscale="log", xlim=(0.05, 30), ylim=(0.05, 30), xlabel="measured, times as fast as torch"
+        )
+        axes.set_title("launched one by one" if how == LAUNCHED else "in a CUDA graph")
+    figure.axes[0].set_ylabel("expected without that size, times as fast as torch")
+    figure.legend(*figure.axes[1].get_legend_handles_labels(), loc="outside right upper", markerscale=3, frameon=False)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=110)
 
 
 def committed(left_out: int = 1) -> list[Decision]:
@@ -117,6 +173,7 @@ def table(found: list[Decision]) -> Table:
 def build_parser() -> argparse.ArgumentParser:
     """All options."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.replay", description=__doc__.split("\n")[0])
+    parser.add_argument("--plot", action="store_true", help=f"draw {PICTURE.relative_to(PICTURE.parents[2])}")
     parser.add_argument("--worst", type=int, default=0, metavar="N", help="list the N decisions that cost the most")
     return parser
 
@@ -126,6 +183,9 @@ def main(arguments: list[str] | None = None) -> int:
     chosen = build_parser().parse_args(arguments)
     found = committed()
     print(table(found).plain())
+    if chosen.plot:
+        draw(found, PICTURE)
+        print(f"plot: {PICTURE}")
     for each in sorted(found, key=lambda each: -each.regret(each.left_out or each.shipped))[: chosen.worst]:
         print(each.line())
     return 0
