@@ -17,9 +17,12 @@ from fusedlayers.planning.record import LAUNCHED, REPLAYED, TORCH
 
 RESULTS = Path(__file__).parent / "results"
 # What is no call of one operation, or was not measured with the usual release of Triton.
-_OTHERS = ("autotune", "host", "recompute", "steps", "sweeps")
-# Sizes that were drawn are timed while other processes compile: their host is slower than a user's.
+_OTHERS = ("autotune", "recompute", "steps", "sweeps")
+# Sizes that were drawn are timed while other processes compile: their host is slower than a user's, so that launched
+# times say nothing.
 DRAWN = "drawn"
+# Layers of a loop, as users have them, which wait for the host as little as theirs.
+HOST = "host"
 
 Seconds = dict[str, float]
 
@@ -41,11 +44,13 @@ def sources(card: str) -> list[Source]:
             continue
         record = json.loads(path.read_text())
         if card in record["device"]["name"].split():
-            read = _drawn if path.parent.name == DRAWN else _timed
+            read = {DRAWN: _drawn, HOST: _chained}.get(path.parent.name, _timed)
             for problem, *kinds in read(record["rows"]):
                 launched, replayed = (
                     {problem.recorded(name, CARDS[card]): time for name, time in seconds.items()} for seconds in kinds
                 )
+                if path.parent.name == DRAWN:
+                    launched = {}
                 found.append(Source(problem, launched, replayed, path.parent.name))
     return found
 
@@ -55,6 +60,16 @@ def _timed(rows: list[dict[str, Any]]) -> Iterator[tuple[Call, Seconds, Seconds]
         # A path that recomputes is a wish for memory, no question of speed.
         if row["case"] in ALL and row["recompute"] is not True:
             yield problem_of(row), _times(row, LAUNCHED), _times(row, REPLAYED)
+
+
+def _chained(rows: list[dict[str, Any]]) -> Iterator[tuple[Call, Seconds, Seconds]]:
+    for row in rows:
+        if row["grid"].endswith("ffn") and not row["autocast"]:
+            torch, kernels = row["contenders"]["torch"], row["contenders"]["kernels"]
+            launched, replayed = (
+                {TORCH: torch[kind]["median"], kernels["path"]: kernels[kind]["median"]} for kind in KINDS
+            )
+            yield problem_of({**row, "case": "ffn"}), launched, replayed
 
 
 def _drawn(rows: list[dict[str, Any]]) -> Iterator[tuple[Call, Seconds, Seconds]]:
@@ -97,4 +112,4 @@ def _drawn_times(found: dict[str, Any]) -> Seconds:
     return times
 
 
-__all__ = ["CARDS", "DRAWN", "RESULTS", "Source", "problem_of", "sources"]
+__all__ = ["CARDS", "DRAWN", "HOST", "RESULTS", "Source", "problem_of", "sources"]

@@ -18,9 +18,11 @@ from typing import Any
 from fusedlayers.planning import CARDS
 from fusedlayers.planning.record import FOLDER, LAUNCHED, REPLAYED, TORCH, Row
 
-from .measured import DRAWN, Source, sources
+from .measured import DRAWN, HOST, Source, sources
 
 _DIGITS = 3
+# Of the same sizes, the later of these folders of results counts, between them all others.
+_ORDER = {DRAWN: 0, HOST: 2}
 # What sizes are called, by operation.
 _SIZES = {
     "ffn": ("M", "K", "N"),
@@ -37,30 +39,31 @@ _SIZES = {
 
 
 def rows(found: Iterable[Source]) -> list[Row]:
-    """A row for all that was measured of the same sizes; what was drawn counts where nothing else was measured."""
+    """A row for all that was measured of the same sizes: in a loop, else alone, else as it was drawn."""
     together: dict[tuple[str, str, tuple[int, ...]], Row] = {}
-    for problem, launched, replayed, _folder in sorted(found, key=lambda source: source.folder != DRAWN):
-        decisive = problem.decisive
-        if decisive.kin != problem.kin or problem != decisive:
+    for problem, launched, replayed, folder in sorted(found, key=lambda source: _ORDER.get(source.folder, 1)):
+        if problem != problem.decisive:
             continue
         place = problem.recorded_kin, problem.variant, problem.sizes
         known = together.get(place, Row(*place, {}, {}))
-        together[place] = Row(*place, launched or known.launched, replayed or known.replayed)
+        together[place] = Row(*place, launched or known.launched, replayed or known.replayed, folder == HOST)
     return [row for row in together.values() if len(row.launched) > 1 or len(row.replayed) > 1]
 
 
 def contents(card: str) -> dict[str, Any]:
     """The record of a card: its own description, and all rows."""
     path = FOLDER / f"{card.lower()}.json"
-    made: dict[str, Any] = {**json.loads(path.read_text()), "rows": {}}
+    made: dict[str, Any] = {**json.loads(path.read_text()), "rows": {}, "loops": {}}
     for row in sorted(rows(sources(card)), key=lambda row: (row.kin, row.variant, row.sizes)):
         operation, _, kind = row.kin.partition(" ")
-        known = made["rows"].setdefault(operation, {"sizes": list(_SIZES[operation]), "paths": [TORCH], "kinds": {}})
+        known = made["loops" if row.sure else "rows"].setdefault(
+            operation, {"sizes": list(_SIZES[operation]), "paths": [TORCH], "kinds": {}}
+        )
         for path_name in {**row.launched, **row.replayed}:
             if path_name not in known["paths"]:
                 known["paths"].append(path_name)
         known["kinds"].setdefault(f"{kind}: {row.variant}" if row.variant else kind, []).append(row)
-    for known in made["rows"].values():
+    for known in (*made["rows"].values(), *made["loops"].values()):
         known["kinds"] = {kind: [_line(row, known["paths"]) for row in found] for kind, found in known["kinds"].items()}
     return made
 

@@ -201,7 +201,7 @@ def _as_json(row: Row, place: Place) -> Json:
 
 def _entry(found: Json) -> Row:
     launched, replayed = found["launched"], found["replayed"]
-    return Row(found["kin"], found["variant"], tuple(found["sizes"]), launched, replayed, own=True)
+    return Row(found["kin"], found["variant"], tuple(found["sizes"]), launched, replayed, sure=True)
 
 
 def _is_text(value: object) -> bool:

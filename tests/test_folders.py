@@ -36,7 +36,7 @@ DEEP = 200_000
 def row(problem: Any) -> Row:
     """A problem as it would be recorded."""
     seconds = {"torch": 2e-5, "generic": 1e-5, "fused": 1e-5}
-    return Row(problem.kin, problem.variant, problem.sizes, seconds, {**seconds, "torch": 9e-6}, own=True)
+    return Row(problem.kin, problem.variant, problem.sizes, seconds, {**seconds, "torch": 9e-6}, sure=True)
 
 
 @pytest.fixture
@@ -207,7 +207,7 @@ def write(number):
     for count in range(40):
         devices.record_failures(replace(CARD, name=f"Card {{number}}"), [f"configuration {{count}}"], {{"another"}})
         problem = replace(FFN, M=2 * count + number)
-        row = Row(problem.kin, problem.variant, problem.sizes, {{"torch": 2e-5, "generic": 1e-5}}, {{}}, own=True)
+        row = Row(problem.kin, problem.variant, problem.sizes, {{"torch": 2e-5, "generic": 1e-5}}, {{}}, sure=True)
         calibrations.add(CARD, [row], None)
 
 ready, go = os.pipe(), os.pipe()

@@ -122,8 +122,8 @@ _Plan = TypeVar("_Plan", bound="Decision")
 CLEARLY_FEWER = 0.9
 # Why torch runs a call.
 NO_OTHER_PATH = "no other path is both possible and faster"
-# Elements of 16 bits, at a multiple of which rows start with a whole vector, and with a whole sector of memory.
-VECTOR, ALIGNED = 8, 16
+# Elements of 16 bits, at a multiple of which rows start with a whole vector.
+VECTOR = 8
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,7 +7,7 @@ from ..kernels.tuning import EpiloguePipeline
 from ..kernels.tuning.dtypes import GENERIC
 from ..kernels.tuning.grouped_gemm import GroupedTiles, grouped_tiles, padded_rows, row_block
 from ..kernels.tuning.grouped_gemm_pipelines import BLOCK, GROUPED_PIPELINES, CooperativePipeline, GroupedPipeline
-from .call import ALIGNED, Call, Decision, Facts, Yields, activation_accuracy, direction, no_kernels
+from .call import Call, Decision, Facts, Yields, activation_accuracy, direction, no_kernels
 from .choosing import choose
 from .costs import hidden_copies
 from .devices import Device
@@ -140,11 +140,7 @@ class MoePlan(Decision):
 def plan(problem: MoeProblem, device: Device, backend: str = "auto") -> MoePlan:
     """The path that runs ``problem`` on ``device``."""
     p, unsupported = problem, why_unsupported(problem, device)
-    # Rows of weights that begin within a sector of memory are slow to read across, and in generic kernels to read at
-    # all. Rows of N elements are those of w_down, which a forward pass reads fast enough.
-    uneven = next((width for width in ((p.K, p.N) if p.training else (p.K,)) if width % ALIGNED), None)
-    slow = None if uneven is None or backend != "auto" else f"rows of {uneven} elements are no multiple of {ALIGNED}"
-    choice = choose(problem, device, backend, {"epilogue": unsupported or slow})
+    choice = choose(problem, device, backend, {"epilogue": unsupported})
     flops = sum(p.model_flops)
     weights = p.E * p.K * p.N * p.products
     moved = p.element_bytes * (2 * p.M * p.K + weights) * (2 if p.training else 1)

@@ -5,6 +5,7 @@
     rows                      by operation: the names of its sizes and paths; and by kind of call, lines of sizes and of
                               microseconds by path, launched one by one and then replayed in a CUDA graph; 0 where a
                               path was not timed
+    loops                     the same of layers in a loop, as users launch them
 
 ``python -m benchmarks.record`` makes the files from the committed results of the benchmark. What a user's own machine
 measured (``calibrations``) has the same form, and counts first.
@@ -36,9 +37,9 @@ LAUNCHED, REPLAYED = "launched", "replayed"
 SPREAD, STEEPNESS, STEEPNESS_OF_SECONDS, REACH = 0.4, 0.1, 1.0, 2.0
 # Octaves that another class of alignment is away, and another activation.
 UNLIKE_ROWS, UNLIKE_VARIANT = 0.2, 0.2
-# The error of a measurement: launched calls are timed on hosts that differ, a user's own host is one.
+# The error of a measurement: single calls wait for hosts that differ.
 NOISE = {LAUNCHED: 0.2, REPLAYED: 0.03}
-OWN_NOISE = 0.03
+SURE_NOISE = 0.03
 # Octaves beyond the least and the greatest that was measured, from which on sizes count as those.
 BEYOND = 3.0
 # Where nothing was measured nearby, a path must be expected to be so many times as fast as torch, and so many times
@@ -60,7 +61,7 @@ class Row(NamedTuple):
     sizes: tuple[int, ...]
     launched: Mapping[str, float]
     replayed: Mapping[str, float]
-    own: bool = False  # by the user
+    sure: bool = False  # measured by the user, or in a loop, as users launch it
 
 
 class Estimate(NamedTuple):
@@ -124,7 +125,7 @@ class Surface:
             self._nearness(*place)
             for place in zip(self._octaves, self._classes, [row.variant for row in rows], strict=True)
         ]
-        noise = [OWN_NOISE if row.own else NOISE[how] for row in rows]
+        noise = [SURE_NOISE if row.sure else NOISE[how] for row in rows]
         logs = [{path: math.log(time) for path, time in found.items()} for found in self.seconds]
         self._paths = {
             path: self._fitted(near, noise, [found.get(path, math.nan) - found.get(TORCH, math.nan) for found in logs])
@@ -246,7 +247,8 @@ def _solved(matrix: list[list[float]], right: list[float]) -> list[float]:
 
 def read(found: Mapping[str, Any]) -> Iterator[Row]:
     """The rows of a file."""
-    for operation, known in found["rows"].items():
+    parts = [(part, *each) for part in ("rows", "loops") for each in found.get(part, {}).items()]
+    for part, operation, known in parts:
         count, paths = len(known["sizes"]), known["paths"]
         for kind, lines in known["kinds"].items():
             flags, _, variant = kind.partition(": ")
@@ -254,7 +256,9 @@ def read(found: Mapping[str, Any]) -> Iterator[Row]:
             for line in lines:
                 sizes, times = line[:count], [*line[count:], *[0] * (2 * len(paths))]
                 launched, replayed = times[: len(paths)], times[len(paths) :]
-                yield Row(kin, variant, tuple(sizes), _seconds(paths, launched), _seconds(paths, replayed))
+                yield Row(
+                    kin, variant, tuple(sizes), _seconds(paths, launched), _seconds(paths, replayed), part == "loops"
+                )
 
 
 def _seconds(paths: Sequence[str], times: Sequence[float]) -> dict[str, float]:
@@ -287,12 +291,25 @@ def estimate(problem: Any, record: Record, how: str, names: Mapping[str, str]) -
 
 @cache
 def of_device(gpu: str, architecture: str, own: Record | None) -> Record | None:
-    """What the user measured, what was measured on such a GPU, and what that lacks of others of its architecture."""
+    """What the user measured, what was measured on such a GPU, and what that lacks of others of its architecture.
+
+    Launched one by one, calls wait for a host, which is no property of the GPU: there the times of all count.
+    """
     alike = [each for each in shipped().values() if each["architecture"] == architecture]
-    rows: list[Row] = []
+    rows: dict[tuple[Any, ...], Row] = {}
     for each in sorted(alike, key=lambda each: each["gpu"] != gpu):
-        known = Counter(row.kin for row in rows)
-        rows += [row for row in read(each) if known[row.kin] < FEW]
-    if own is not None:
-        rows += own.rows()
-    return Record(rows) if rows else None
+        known = Counter(row.kin for row in rows.values())
+        for row in read(each):
+            place = row[:3]
+            if (first := rows.get(place)) is not None:
+                rows[place] = first._replace(launched=_mean(first.launched, row.launched))
+            else:
+                rows[place] = row if known[row.kin] < FEW else row._replace(replayed={})
+    found = [*rows.values(), *(() if own is None else own.rows())]
+    return Record(found) if found else None
+
+
+def _mean(one: Mapping[str, float], other: Mapping[str, float]) -> Mapping[str, float]:
+    """Of the same call on two hosts, path by path where both timed it; else what one of them timed."""
+    both = {path: math.sqrt(time * other[path]) for path, time in one.items() if path in other}
+    return both if len(both) > 1 else one or other

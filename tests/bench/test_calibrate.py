@@ -101,7 +101,7 @@ def test_every_path_is_recorded(
     monkeypatch.setattr(measuring, "measure", lambda entrants, *rest, **options: found)
     monkeypatch.setattr(measuring, "verify", lambda *given, **options: [])
     row = measuring.row_of(BLOCK, CPU, 0.1)
-    assert (row.launched, row.replayed, row.own) == (launched, replayed, True)
+    assert (row.launched, row.replayed, row.sure) == (launched, replayed, True)
     problem = BLOCK.problem()
     assert (row.kin, row.variant, row.sizes) == (problem.recorded_kin, "relu", (37, 24, 40))
 

@@ -30,7 +30,7 @@ FFN = Problem(
 def row(problem: Any, launched: float = 0.8, replayed: float | None = None, path: str = "generic") -> Row:
     """A problem as it would be recorded: a path's time beside torch's, launched and in a graph."""
     times = [{"torch": 1e-4, path: 1e-4 * ratio} for ratio in (launched, launched if replayed is None else replayed)]
-    return Row(problem.recorded_kin, problem.variant, problem.sizes, *times, own=True)
+    return Row(problem.recorded_kin, problem.variant, problem.sizes, *times, sure=True)
 
 
 def on(device: Device, *rows: Row) -> Device:

@@ -123,17 +123,3 @@ def test_auto_mode_takes_what_was_measured_faster(training: bool, captured: bool
     assert "not measured on sm_90" in dict(plan(call, replace(H200, backend="generic")).rejected)["epilogue"]
     other = plan(replace(call, training=not training), device)
     assert "nothing like it was measured" in dict(other.rejected)["epilogue"]
-
-
-@pytest.mark.parametrize("captured", [False, True])
-def test_rows_of_weights_that_are_slow_to_read(captured: bool) -> None:
-    """A forward pass reads them along both widths; the gradients of x and the hidden across."""
-    for training, changes in ((False, [(2056, 768)]), (True, [(2056, 768), (2048, 776)])):
-        for K, N in changes:
-            call = problem(16384, K, N, 128, 8, training=training, captured=captured)
-            made = plan(call, where(H200, call, {"epilogue": 0.5}))
-            assert made.path == "torch"
-            assert dict(made.rejected)["epilogue"].endswith("elements are no multiple of 16")
-            assert plan(call, H200, "triton").path == "epilogue"
-    call = problem(16384, 2048, 776, 128, 8, training=False, captured=captured)
-    assert plan(call, where(H200, call, {"epilogue": 0.5})).path == "epilogue"

@@ -19,8 +19,8 @@ from fusedlayers.planning.record import (
     ESTIMATED,
     LAUNCHED,
     NOISE,
-    OWN_NOISE,
     REPLAYED,
+    SURE_NOISE,
     TORCH,
     Record,
     Row,
@@ -39,8 +39,8 @@ H200 = CARDS["H200"]
 CALL = LinearProblem(M=64, N=256, K=4096, dtype="bfloat16")
 
 
-def row(sizes: tuple[int, ...], variant: str = "", own: bool = False, **seconds: float) -> Row:
-    return Row("it", variant, sizes, seconds, seconds, own)
+def row(sizes: tuple[int, ...], variant: str = "", sure: bool = False, **seconds: float) -> Row:
+    return Row("it", variant, sizes, seconds, seconds, sure)
 
 
 def surface(*found: Row, how: str = REPLAYED) -> Surface:
@@ -80,7 +80,7 @@ def test_at_a_row_it_says_what_was_measured() -> None:
             _, near = made.near(each.sizes, "")
             assert made.nearest(near)[0] == each
             assert max(near) == 1
-    assert OWN_NOISE <= NOISE[REPLAYED] < NOISE[LAUNCHED]
+    assert SURE_NOISE <= NOISE[REPLAYED] < NOISE[LAUNCHED]
 
 
 def test_between_rows_it_says_something_between() -> None:
@@ -128,8 +128,8 @@ def test_rows_of_other_sizes_are_none_of_the_kind() -> None:
 
 def test_rows_of_one_place_are_one_answer() -> None:
     """Measured again and again, by the user and by others."""
-    for own in (False, True):
-        made = surface(*[row((64, 64), torch=1e-3, fused=1e-3 * times, own=own) for times in (0.5, 0.55, 0.5, 0.5)])
+    for sure in (False, True):
+        made = surface(*[row((64, 64), torch=1e-3, fused=1e-3 * times, sure=sure) for times in (0.5, 0.55, 0.5, 0.5)])
         assert 0.45 < ratio(made, (64, 64)) < 0.6
 
 
@@ -169,12 +169,12 @@ def test_a_variant_differs_by_little() -> None:
 
 
 def test_what_the_user_measured_counts_more() -> None:
-    shipped_rows, own = rows(CALL, {"fused": 0.8}), rows(CALL, {"fused": 1.5}, own=True)
+    shipped_rows, own = rows(CALL, {"fused": 0.8}), rows(CALL, {"fused": 1.5}, sure=True)
     both = replace(H200, override=Record([*shipped_rows, *own]))
     assert plan(CALL, both).path == "torch"
     assert (
         plan(
-            CALL, replace(H200, override=Record([*rows(CALL, {"fused": 0.8}, own=True), *rows(CALL, {"fused": 1.5})]))
+            CALL, replace(H200, override=Record([*rows(CALL, {"fused": 0.8}, sure=True), *rows(CALL, {"fused": 1.5})]))
         ).path
         == "fused"
     )

@@ -22,7 +22,7 @@ def found() -> list[Decision]:
 @pytest.mark.parametrize("how", [LAUNCHED, REPLAYED])
 def test_decisions_cost_little(found: list[Decision], how: str) -> None:
     rows = [each for each in found if each.how == how]
-    assert len(rows) > 1500
+    assert len(rows) > 1000
     assert {each.card for each in rows} == {"H100", "H200"}
     assert replay.mean_regret(each.regret(each.shipped) for each in rows) <= (1.005 if how == LAUNCHED else 1.001)
     worse = [each.line() for each in rows if each.regret(each.shipped) > WRONG]
@@ -32,7 +32,7 @@ def test_decisions_cost_little(found: list[Decision], how: str) -> None:
 @pytest.mark.parametrize("how", [LAUNCHED, REPLAYED])
 def test_sizes_that_were_not_measured_cost_little(found: list[Decision], how: str) -> None:
     regrets = [each.regret(each.left_out) for each in found if each.how == how and each.left_out is not None]
-    assert len(regrets) > 150
+    assert len(regrets) > 100
     assert replay.mean_regret(regrets) <= (1.04 if how == LAUNCHED else 1.025)
     assert replay.wrong(regrets) <= (0.18 if how == LAUNCHED else 0.11)
 

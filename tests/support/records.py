@@ -14,7 +14,7 @@ AROUND = (0.25, 1, 4)
 
 
 def rows(
-    problem: Call, launched: Mapping[str, float], replayed: Mapping[str, float] | None = None, own: bool = False
+    problem: Call, launched: Mapping[str, float], replayed: Mapping[str, float] | None = None, sure: bool = False
 ) -> list[Row]:
     """Rows around ``problem``: by path's name on record, how many times as long as torch it takes."""
     first, *rest = problem.sizes
@@ -23,7 +23,7 @@ def rows(
         for ratios in (launched, launched if replayed is None else replayed)
     ]
     return [
-        Row(problem.recorded_kin, problem.variant, (max(1, round(first * share)), *rest), *times, own=own)
+        Row(problem.recorded_kin, problem.variant, (max(1, round(first * share)), *rest), *times, sure=sure)
         for share in AROUND
     ]
 

@@ -63,7 +63,7 @@ def row_of(trial: Trial, device: torch.device, seconds: float) -> Row:
             name = problem.recorded(path, facts)
             if spread is not None and spread.median < found.get(name, math.inf):
                 found[name] = spread.median
-    return Row(problem.recorded_kin, problem.variant, problem.sizes, launched, replayed, own=True)
+    return Row(problem.recorded_kin, problem.variant, problem.sizes, launched, replayed, sure=True)
 
 
 def _paths(trial: Trial, work: Work) -> dict[str, tuple[str, str]]:
