@@ -60,7 +60,16 @@ LIBRARIES = {
     "kernels.tuning": set[str](),
     "kernels": {"torch", "triton"},
     "planning": set[str](),
-    "train_examples.recipes": {"torch", "accelerate", "lightning", "peft", "transformers"},
+    "train_examples.recipes": {
+        "accelerate",
+        "datasets",
+        "lightning",
+        "peft",
+        "tokenizers",
+        "torch",
+        "transformers",
+        "trl",
+    },
     "train_examples": {"torch", "hydra", "omegaconf", "lightning", "matplotlib", "rich", "tokenizers"},
     "": {"torch", "einops"},
 }
