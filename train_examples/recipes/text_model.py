@@ -47,7 +47,8 @@ class GPT(nn.Module):
         self.wte, self.wpe = nn.Embedding(256, width), nn.Embedding(CONTEXT, width)
         self.blocks = nn.Sequential(*(Block(width, heads) for _ in range(layers)))
         self.norm = nn.LayerNorm(width)
-        nn.init.normal_(self.wte.weight, std=0.02)
+        for embedding in (self.wte, self.wpe):
+            nn.init.normal_(embedding.weight, std=0.02)
 
     def forward(self, tokens: Tensor) -> Tensor:
         x: Tensor = self.norm(self.blocks(self.wte(tokens) + self.wpe.weight[: tokens.shape[1]]))
