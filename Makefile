@@ -110,7 +110,7 @@ $(TRITON_FOLDERS): build/triton-%: | $(INSTALLED)
 	mv $@.unfinished $@
 
 docs: $(INSTALLED) ## Write the tables and pictures of README.md and docs/ from the committed results
-	$(BIN)/python -m docs.tables --write
+	$(BIN)/python -m benchmarks.pages --write
 
 site: $(VENV)/.site ## Build the documentation as a site in build/site, with every link checked
 	$(BIN)/python -m mkdocs build
@@ -135,10 +135,9 @@ check: $(INSTALLED) ## Lint, check the formatting, and type-check the built whee
 	$(BIN)/python -m build --wheel --no-isolation --outdir build/wheel .
 	$(BIN)/python -m pip install --quiet --no-deps --target build/installed build/wheel/*.whl
 	@# No part of the wheel, and yet to be checked; of the tests those that only a GPU runs.
-	cp -r fusedlayers/bench/published build/installed/fusedlayers/bench/
-	cp -r tests build/installed/
+	cp -r benchmarks train_examples tests build/installed/
 	@# From inside the target, so that mypy reads the wheel and not the clone, where fusedlayers.kernels lies elsewhere.
-	cd build/installed && $(abspath $(BIN))/mypy --config-file $(CURDIR)/pyproject.toml --cache-dir $(CURDIR)/.mypy_cache -p fusedlayers -p tests.gpu
+	cd build/installed && $(abspath $(BIN))/mypy --config-file $(CURDIR)/pyproject.toml --cache-dir $(CURDIR)/.mypy_cache -p fusedlayers -p benchmarks -p tests.gpu
 
 hooks: $(INSTALLED) ## Lint and format at every commit
 	$(BIN)/pre-commit install

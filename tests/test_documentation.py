@@ -16,12 +16,12 @@ from pathlib import Path
 
 import pytest
 
-from docs import tables
+from benchmarks import pages
 from fusedlayers.bench.__main__ import build_parser
 from fusedlayers.kernels.activations import ACTIVATIONS
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = {page.relative_to(ROOT).as_posix(): page.read_text() for page in tables.pages()}
+PAGES = {page.relative_to(ROOT).as_posix(): page.read_text() for page in pages.pages()}
 # bash and python run as written; text is for a GPU, several processes, or an hour.
 KINDS = {"bash", "python", "text"}
 _BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -102,7 +102,7 @@ def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A copy of what is committed, with an environment that has what the text installs, but for the library itself."""
     copy = tmp_path_factory.mktemp("documentation") / "fusedlayers"
     copy.mkdir()
-    for name in ("fusedlayers", "kernels", "train_examples", "tests", "configs", "docs"):
+    for name in ("fusedlayers", "kernels", "train_examples", "benchmarks", "tests", "configs", "docs"):
         shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("pyproject.toml", "README.md", "LICENSE", "Makefile", "constraints.txt"):
         shutil.copy(ROOT / name, copy)
@@ -189,6 +189,8 @@ def test_commands_are_understood() -> None:
         checked += 1
         if module == "fusedlayers.bench":
             build_parser().parse_args(arguments)
+        elif module.startswith("benchmarks."):
+            importlib.import_module(module).build_parser().parse_args(arguments)
         name = module.rpartition(".")[2]
         if (ROOT / "configs" / f"{name}.yaml").exists():
             importlib.import_module(module)
@@ -206,27 +208,27 @@ def test_every_block_says_what_it_is() -> None:
 
 @pytest.mark.parametrize("page", PAGES)
 def test_its_tables_are_those_of_the_results(page: str) -> None:
-    assert tables.written(PAGES[page]) == PAGES[page], "make docs"
+    assert pages.written(PAGES[page]) == PAGES[page], "make docs"
 
 
 def test_every_table_is_shown_once() -> None:
     shown = re.findall(r"<!-- table: (.+?) -->", "\n".join(PAGES.values()))
-    assert sorted(shown) == sorted(tables.TABLES)
+    assert sorted(shown) == sorted(pages.TABLES)
     with pytest.raises(ValueError, match="table 'another' is not known; known are"):
-        tables.written("<!-- table: another -->\n<!-- end of the table -->\n")
+        pages.written("<!-- table: another -->\n<!-- end of the table -->\n")
 
 
 def test_every_record_is_shown() -> None:
     text = "\n".join(PAGES.values())
-    records = [*(ROOT / "fusedlayers" / "bench" / "results").rglob("*.json")]
+    records = [*pages.RESULTS.rglob("*.json")]
     records += (ROOT / "train_examples" / "results").glob("*.json")
-    in_tables = {path for place in tables.PLACES.values() for path in place.paths()}
+    in_tables = {path for place in pages.PLACES.values() for path in place.paths()}
     assert not [path for path in records if path.name not in text and path not in in_tables]
 
 
 def test_a_table_has_the_records_of_every_card(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And of every release of Triton; the first page shows the most complete one of the usual release."""
-    monkeypatch.setattr(tables, "RESULTS", tmp_path)
+    monkeypatch.setattr(pages, "RESULTS", tmp_path)
     folder = tmp_path / "steps"
     folder.mkdir()
     for name, complete, started in (
@@ -235,11 +237,11 @@ def test_a_table_has_the_records_of_every_card(tmp_path: Path, monkeypatch: pyte
     ):  # fmt: skip
         (folder / name).write_text(json.dumps({"name": name, "complete": complete, "started": started}))
     names = ["h100-bf16.json", "h100-bf16-triton-3.9.json", "h200-bf16.json"]
-    assert [path.name for path in tables.PLACES["whole steps"].paths()] == names
-    assert [path.name for path in tables.Place("steps", "-others").paths()] == ["h100-bf16-others.json"]
-    shown = tables.Place("steps", markdown=lambda found: f"{found['name']}\n").shown()
+    assert [path.name for path in pages.PLACES["whole steps"].paths()] == names
+    assert [path.name for path in pages.Place("steps", "-others").paths()] == ["h100-bf16-others.json"]
+    shown = pages.Place("steps", markdown=lambda found: f"{found['name']}\n").shown()
     assert shown == "\n\n".join(names)
-    found = tables._most_complete("whole steps", lambda found: int(found["complete"]))
+    found = pages._most_complete("whole steps", lambda found: int(found["complete"]))
     assert found["name"] == "h200-bf16.json"
 
 

@@ -8,16 +8,14 @@ from typing import Any
 
 import pytest
 
-from docs import tables
-from fusedlayers.bench import __main__ as bench
-from fusedlayers.bench.published import sweep
+from benchmarks import pages, records
 from train_examples import comparison, end_to_end, plots
 
 figures = pytest.importorskip("matplotlib.figure")
 
-RECORDS = sorted(tables.RESULTS.rglob("*.json"))
+RECORDS = sorted(pages.RESULTS.rglob("*.json"))
 # Of random sizes there are tables alone.
-DRAWN = [path for path in RECORDS if path.parent.name not in ("drawn", "sweeps")]
+DRAWN = [path for path in RECORDS if path.parent.name != "drawn"]
 # The pictures of a folder show the same of several cards: the newest's are enough.
 NEWEST = {path.parent: path for path in sorted(DRAWN, key=lambda path: json.loads(path.read_text())["started"])}
 
@@ -52,17 +50,14 @@ def saved(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     ids=[f"{path.parent.name} {path.stem}" for path in DRAWN],
 )
 def test_the_pictures_of_the_benchmark(record: Path, tmp_path: Path, saved: list[str]) -> None:
-    assert bench._draw(json.loads(record.read_text()), tmp_path / record.name)
+    assert records.draw(json.loads(record.read_text()), tmp_path / record.name)
     assert saved
 
 
 def test_the_other_pictures_of_results(tmp_path: Path, saved: list[str]) -> None:
-    for record in RECORDS:
-        if record.parent.name == "sweeps":
-            sweep.draw(json.loads(record.read_text()), tmp_path / record.name)
-    tables.draw(tmp_path / "whole-models.png")
+    pages.draw(tmp_path / "whole-models.png")
     end_to_end.draw(json.loads(end_to_end.RECORD.read_text()), tmp_path / "end-to-end.png")
-    assert len(saved) > 2
+    assert len(saved) > 1
 
 
 # As long as the names of runs get.

@@ -3,9 +3,9 @@
     python -m train_examples.end_to_end RUN... --longest runs/longest_sequence.json --write
 
 reads finished runs of the language model, of any models and batch sizes, and writes the record and a picture of their
-losses, from which ``python -m docs.tables`` makes the tables of the documentation; without ``--write`` it only prints
-them. ``--keep`` keeps the other groups of the committed record, if they were measured on the same device with the same
-torch and Triton. Without runs, it uses those of the committed record.
+losses, from which ``python -m benchmarks.pages`` makes the tables of the documentation; without ``--write`` it only
+prints them. ``--keep`` keeps the other groups of the committed record, if they were measured on the same device with
+the same torch and Triton. Without runs, it uses those of the committed record.
 """
 
 from __future__ import annotations

@@ -2,31 +2,20 @@
 
     python -m fusedlayers.bench ffn                                  verify the published grid
     python -m fusedlayers.bench ffn --shape 65536x256x1024 --time    verify one shape, then time it
-    python -m fusedlayers.bench all --time --plot                    everything that docs/results.md shows
-    python -m fusedlayers.bench table FILE.json                      the tables of a record in markdown
-    python -m fusedlayers.bench update FILE.json NEWER.json          put rows that were measured anew into a record
+    python -m fusedlayers.bench all --time                           every published grid
     python -m fusedlayers.bench selftest                             every kernel configuration on this machine
     python -m fusedlayers.bench calibrate                            what runs faster in kernels on this machine
 
-In a clone, not in a wheel:
-
-    python -m fusedlayers.bench host                                 what a layer costs the host, launched one by one
-    python -m fusedlayers.bench steps                                whole training steps of Hugging Face models
-    python -m fusedlayers.bench plot FILE.json                       the pictures of a record, as --plot
-
-Exit status: 0 if everything is right, 1 if a verification is red, a record is unusable or there is
-no GPU to test, 2 for a bad command line.
+Exit status: 0 if everything is right, 1 if a verification is red, nothing was timed or there is no
+GPU to test, 2 for a bad command line.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable
 from dataclasses import replace
-from importlib.util import find_spec
 from pathlib import Path
-from types import ModuleType
 
 from ..functional.switches import backend
 from ..kernels.activations import canonical_activation
@@ -77,14 +66,6 @@ _DIRECTION_WORDS = {
     "forward_backward": (FORWARD_BACKWARD,),
     "both": (FORWARD, FORWARD_BACKWARD),
 }
-# The commands whose rows are no shapes of a case, and what draws. A wheel lacks them: they make the documentation.
-_OTHERS: dict[str, ModuleType] = {}
-_PLOTS: ModuleType | None = None
-if find_spec(f"{__package__}.published"):
-    from .published import host, plots, steps
-
-    _OTHERS, _PLOTS = {"host": host, "steps": steps}, plots
-_NO_PICTURES = "a clone of the repository draws pictures, of records from anywhere; an installed wheel does not"
 # Zeros run faster than real data and integers are mostly zeros: neither says what a user would see.
 _TIMED_INITS = ("normal", "uniform")
 
@@ -102,13 +83,7 @@ def main(arguments: list[str] | None = None) -> int:
             return selftest.main(chosen_device(chosen), short=chosen.short)
         except ValueError as error:
             parser.error(str(error))
-    if chosen.name in ("table", "plot"):
-        return _show(chosen)
-    if chosen.name == "update":
-        return _update(chosen)
     try:
-        if chosen.name in _OTHERS:
-            return _OTHERS[chosen.name].main(chosen, words)
         settings = _settings(chosen)
         rows = _rows(chosen, settings)
         if settings.timed:
@@ -116,7 +91,7 @@ def main(arguments: list[str] | None = None) -> int:
         path = record_path(chosen.output, chosen.name, settings.dtype, settings.device)
     except ValueError as error:
         parser.error(str(error))
-    return _benchmark(chosen, rows, settings, words, path)
+    return _benchmark(rows, settings, words, path)
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -139,13 +114,6 @@ def build_parser() -> argparse.ArgumentParser:
         help="of those above; default: all",
     )  # fmt: skip
     _add_run_options(command)
-    for name, other in _OTHERS.items():
-        other.add_options(commands.add_parser(name, help=other.HELP))
-    for name, what in (("table", "print the markdown tables of a record"), ("plot", "draw the pictures of a record")):
-        commands.add_parser(name, help=what).add_argument("file", type=Path, metavar="FILE.json")
-    command = commands.add_parser("update", help="put the rows of a newer record into an older one")
-    command.add_argument("file", type=Path, metavar="FILE.json")
-    command.add_argument("newer", type=Path, metavar="NEWER.json")
     command = commands.add_parser("selftest", help="test every kernel configuration on this machine with integers")
     add_device_option(command)
     command.add_argument("--short", action="store_true", help="one call of each kind of kernel, some 20 s")
@@ -207,10 +175,6 @@ def _settings(chosen: argparse.Namespace) -> Settings:
     device = chosen_device(chosen)
     # The contenders set the switch themselves; a wrong one in the environment is named all the same.
     backend()
-    if chosen.plot and _PLOTS is None:
-        raise ValueError(f"argument --plot: {_NO_PICTURES}")
-    if chosen.plot and not chosen.time:
-        raise ValueError("argument --plot: expected --time beside it: the pictures show times")
     if chosen.time and chosen.verify:
         # Both named means both wanted, as either flag alone already implies the verification.
         chosen.verify = False
@@ -297,7 +261,7 @@ def _title(case: Case, options: Options) -> str:
     return ", ".join(parts)
 
 
-def _benchmark(chosen: argparse.Namespace, rows: list[Row], settings: Settings, words: list[str], path: Path) -> int:
+def _benchmark(rows: list[Row], settings: Settings, words: list[str], path: Path) -> int:
     if settings.device.type != "cuda":
         print("no GPU is used: verifying" + (" and timing" if settings.timed else "") + " the torch path on the CPU")
     try:
@@ -318,8 +282,6 @@ def _benchmark(chosen: argparse.Namespace, rows: list[Row], settings: Settings, 
     if nothing := _why_nothing_timed(found):
         print(f"error: nothing was timed: {nothing}", file=sys.stderr)
         return 1
-    if chosen.plot and not _draw(found, path):
-        return 1
     show(tables.screen(found))
     for line in tables.slower_than_torch(found):
         print(f"slower than torch: {line}")
@@ -332,49 +294,6 @@ def _why_nothing_timed(found: record.Record) -> str:
     if any(entry["status"] == "timed" for _, entry in entries):
         return ""
     return "; ".join(dict.fromkeys(f"{name}: {entry['reason']}" for name, entry in entries))
-
-
-def _show(chosen: argparse.Namespace) -> int:
-    try:
-        found = record.read(chosen.file)
-        if chosen.name == "table":
-            print(_shown_by(found)(found), end="")
-            return 0
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    return 0 if _draw(found, chosen.file) else 1
-
-
-def _shown_by(found: record.Record) -> Callable[[record.Record], str]:
-    """What makes the markdown of such a record."""
-    other = _measured_by(found)
-    return tables.markdown if other is None else other.markdown
-
-
-def _measured_by(found: record.Record) -> ModuleType | None:
-    """The command that measured a record, None where it measures shapes of a case."""
-    return _OTHERS.get(found["rows"][0]["case"]) if found["rows"] else None
-
-
-def _update(chosen: argparse.Namespace) -> int:
-    try:
-        record.write(record.updated(record.read(chosen.file), record.read(chosen.newer)), chosen.file)
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    return 0
-
-
-def _draw(found: record.Record, path: Path) -> bool:
-    try:
-        if _PLOTS is None:
-            raise ValueError(_NO_PICTURES)
-        other = _measured_by(found)
-        return _PLOTS.draw(_PLOTS.plot if other is None else other.plot, found, path)
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return False
 
 
 if __name__ == "__main__":

@@ -24,7 +24,6 @@ def add_record_options(command: argparse.ArgumentParser) -> None:
     command.add_argument("--dtype", choices=DTYPES, help="default: bf16 on a GPU, fp32 without one")
     command.add_argument("--seed", type=seed, default=0, help="of the inputs (default: 0)")
     command.add_argument("--budget", type=positive, help="seconds after which no further row is timed")
-    command.add_argument("--plot", action="store_true", help="draw the pictures of the record")
     command.add_argument("--output", type=Path, default=Path("outputs/bench"), help="folder (default: outputs/bench)")
     command.add_argument("--commit", help="of the sources, where they are no git clone")
 

@@ -31,16 +31,6 @@ Schema 1. Times are seconds, sizes bytes; what is unknown is null.
             tflops, floor_share        from replayed if there is one, else launched; floor_share may be null
             saved_bytes, peak_bytes    kept for backward without parameters, null if unknown; most allocated beyond
                       the inputs
-
-The rows of ``host`` have a case of that name, ``depth`` (layers of a loop) and no flops, bytes or floor; times are
-those of a layer. Its contenders are "torch", "auto", "kernels" and "function", as they are, ", one thread" and
-", compiled", without tflops, floor_share, saved_bytes, peak_bytes and replayed_path.
-
-Those of ``steps`` are one per model (``grid``, ``title``, ``sizes``) and mode (``direction``: "eager", "compile",
-"reduce-overhead"); shape is the number of tokens. ``held_bytes`` are weights and the optimizer's state. Contenders
-("torch", "auto", "kernels", "recompute", "liger") have peak_bytes (the most beyond those, in the first steps),
-first_seconds (of these steps, the compiler's work included), loss_error and gradients_error (relative, the median over
-the parameters) and path (of all blocks, eager only).
 """
 
 from __future__ import annotations
@@ -115,62 +105,6 @@ def read(path: Path) -> Record:
     if missing := [key for key in _KEYS if key not in record]:
         raise ValueError(f"{path}: expected a record with {', '.join(_KEYS)}, got one without {missing[0]}")
     return record
-
-
-def updated(record: Record, newer: Record) -> Record:
-    """``record`` with the rows of ``newer`` in place of its own of the same shape and direction, the others at the end.
-
-    Rows of which a budget left nothing to be timed replace none that were.
-
-    Raises:
-        ValueError: the newer one has another device, other versions, another method or less time, is not finished, is
-            not of a known commit without changes, or has a row that is red, without times, there twice, or without a
-            contender that was timed in the row that it is to replace.
-    """
-    method, seconds = newer["method"], record["method"].get("seconds_per_row", 0)
-    # Rows that were timed for longer are as good.
-    longer = {"seconds_per_row": seconds} if method.get("seconds_per_row", 0) > seconds else {}
-    # Peak rates are what the library knew of the device then, not what it is.
-    device = newer["device"] | {"ceilings": record["device"]["ceilings"]}
-    check_alike(record, newer | {"method": method | longer, "device": device}, "versions", "device", "method")
-    if newer["finished"] is None:
-        raise ValueError("finished: expected a newer run that is, got None")
-    if newer["commit"] is None or newer["dirty"]:
-        raise ValueError(f"commit: expected one without changes, got {newer['commit']}, dirty: {newer['dirty']}")
-    older = {_identity(row): row for row in record["rows"]}
-    measured: dict[tuple[object, ...], Record] = {}
-    for row in newer["rows"]:
-        identity = _identity(row)
-        # One that has no times there, as it cannot run, has none to lose.
-        entries = older.get(identity, {}).get("contenders", {})
-        known, timed = _timed(entries), _timed(row["contenders"])
-        red = any(verdict["status"] == "red" for verdict in row["verification"])
-        if known and row["contenders"] and not timed and not red:
-            continue
-        if identity in measured or red or not row["contenders"] or set(known) - set(timed):
-            raise ValueError(f"{identity}: expected it once, green, with times of {', '.join(known) or 'contenders'}")
-        measured[identity] = row if newer["commit"] == record["commit"] else {"commit": newer["commit"]} | row
-    rows = [measured.pop(identity, row) for identity, row in older.items()]
-    return record | {"rows": [*rows, *measured.values()]}
-
-
-def _timed(entries: Record) -> list[str]:
-    return [name for name, entry in entries.items() if entry["launched"] is not None]
-
-
-def check_alike(record: Record, newer: Record, *keys: str) -> None:
-    """Let pass what may stand in one table: records that have the same in these keys.
-
-    Raises:
-        ValueError: names the key in which they differ.
-    """
-    for key in keys:
-        if record[key] != newer[key]:
-            raise ValueError(f"{key}: expected those of the record, {record[key]}, got {newer[key]}")
-
-
-def _identity(row: Record) -> tuple[object, ...]:
-    return row["grid"], row["title"], tuple(row["shape"]), row["dtype"], row["direction"]
 
 
 def contender_entry(

@@ -1,9 +1,8 @@
-"""A record as tables: short ones for the screen, and those of the documentation. Numbers come from the record alone."""
+"""Tables of words, and the one that shows a record on the screen. Numbers come from the record alone."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from .contenders import AUTO, COMPILED, EAGER, FUSED, ON_REQUEST, TORCH_CONTENDERS
@@ -15,7 +14,6 @@ KINDS = ("launched", "replayed")
 PATHS = {"launched": "path", "replayed": "replayed_path"}
 DIRECTIONS = {"forward": "forward", "forward_backward": "forward + backward"}
 NONE = "–"
-HOW_TO_TIME = ": run the benchmark with --time"
 
 
 @dataclass(frozen=True)
@@ -66,63 +64,6 @@ def timed_rows(record: Record) -> list[Record]:
     return [row for row in record["rows"] if any(entry["status"] == "timed" for entry in row["contenders"].values())]
 
 
-def rows_with_times(record: Record, hint: str = "") -> list[Record]:
-    """The same, for what is nothing without one; ``hint``: how to get some.
-
-    Raises:
-        ValueError: the record holds no times.
-    """
-    rows = timed_rows(record)
-    if not rows:
-        raise ValueError(f"the record holds no times{hint}")
-    return rows
-
-
-def markdown(record: Record) -> str:
-    """A section of the documentation: where and with what it was measured, then one table per grid and direction.
-
-    Raises:
-        ValueError: the record holds no times.
-    """
-    found = tables(record)
-    return "\n".join([conditions(record), "", *(table.markdown() for table in found)])
-
-
-def other_commits(rows: Iterable[Record]) -> list[str]:
-    """How many of these rows were measured at each commit that is not the record's."""
-    commits = Counter(row["commit"] for row in rows if row.get("commit"))
-    return [f"{count} of its rows at {commit[:10]}" for commit, count in commits.items()]
-
-
-def conditions(record: Record) -> str:
-    """One paragraph: device, versions, date, commit, and what the cells mean."""
-    device, versions = record["device"], record["versions"]
-    parts = [device["name"], f"torch {versions['torch']}"]
-    parts += [f"Triton {versions['triton']}"] if device["kind"] == "cuda" and versions["triton"] else []
-    parts += [", ".join(dict.fromkeys(row["dtype"] for row in record["rows"])), record["started"][:10]]
-    if record["commit"]:
-        parts.append(f"commit {record['commit'][:10]}" + (" with local changes" if record["dirty"] else ""))
-    parts += other_commits(timed_rows(record))
-    cold = "L2 cache cold, " if record["method"]["cold_cache_bytes"] else ""
-    return (
-        f"Measured on {', '.join(parts)}. Medians in µs, *launched / replayed in a CUDA graph*, {cold}random data, "
-        "contenders interleaved; `*` marks a launched time that shows the host rather than the device. "
-        "*Speed-up* is the best of torch's over fusedlayers in auto mode: above 1 fusedlayers "
-        "is faster. *Of floor* is the time that arithmetic and memory traffic take at peak rates as they were "
-        "measured, over ours. Memory in MiB, *eager / compile / fusedlayers*: saved for backward without parameters, "
-        "and allocated at most."
-    )
-
-
-def tables(record: Record) -> list[Table]:
-    """One table per grid, dtype and direction, rows in the record's order."""
-    rows = rows_with_times(record, HOW_TO_TIME)
-    groups: dict[tuple[str, str, str], list[Record]] = {}
-    for row in rows:
-        groups.setdefault((row["title"], row["dtype"], row["direction"]), []).append(row)
-    return [_table(*group, found) for group, found in groups.items()]
-
-
 def slower_than_torch(record: Record) -> list[str]:
     """One line for every row and kind of time in which auto mode is slower than torch by more than the noise."""
     lines = []
@@ -143,44 +84,23 @@ def apart(row: Record, kind: str) -> bool:
 
 def screen(record: Record) -> Table:
     """Everything in one narrow table for a terminal."""
-    more = _asked_for(timed_rows(record))
+    rows = timed_rows(record)
+    more = asked_for(rows)
     columns = ("grid", "shape", "pass", "eager", "compile", *more, "auto", "path", "fused", "speed-up", "of floor")
-    rows = []
-    for row in timed_rows(record):
-        times = [_times(row, name) for name in (EAGER, COMPILED, *more, AUTO)]
-        passes = "f" if row["direction"] == "forward" else "f+b"
-        rows.append(
-            (
-                row["grid"],
-                shape_of(row),
-                passes,
-                *times,
-                _path(row),
-                _forced(row),
-                _ratios(row),
-                _share(row),
-            )
-        )
-    return Table("µs, launched / replayed (* host-bound); speed-up over the best of torch", columns, tuple(rows))
+    passes = {"forward": "f", "forward_backward": "f+b"}
+    lines = [(row["grid"], shape_of(row), passes[row["direction"]], *cells(row, more)) for row in rows]
+    return Table("µs, launched / replayed (* host-bound); speed-up over the best of torch", columns, tuple(lines))
 
 
-def _table(title: str, dtype: str, direction: str, rows: list[Record]) -> Table:
-    more = _asked_for(rows)
-    columns = [rows[0]["meaning"], "torch eager", "torch.compile", *more, "fusedlayers", "path", "forced kernels"]
-    columns += ["speed-up", "of floor"] + (["saved", "peak"] if direction == "forward_backward" else [])
-    lines = []
-    for row in rows:
-        line = [shape_of(row), *(_times(row, name) for name in (EAGER, COMPILED, *more, AUTO)), _path(row)]
-        line += [_forced(row), _ratios(row), _share(row)]
-        if direction == "forward_backward":
-            line += [_memory(row, "saved_bytes"), _memory(row, "peak_bytes")]
-        lines.append(tuple(line))
-    return Table(f"{title}: {DIRECTIONS[direction]}, {dtype}", tuple(columns), tuple(lines))
-
-
-def _asked_for(rows: list[Record]) -> list[str]:
+def asked_for(rows: list[Record]) -> list[str]:
     """The columns of those that were timed because somebody asked for them."""
     return [name for name in ON_REQUEST if any(name in row["contenders"] for row in rows)]
+
+
+def cells(row: Record, more: Sequence[str]) -> list[str]:
+    """Times of torch's, of ``more`` and of ours, our path, the kernels' time, our speed-up, and the floor's share."""
+    times = [_times(row, name) for name in (EAGER, COMPILED, *more, AUTO)]
+    return [*times, _path(row), _forced(row), _ratios(row), _share(row)]
 
 
 def shape_of(row: Record) -> str:
@@ -220,16 +140,6 @@ def _path(row: Record) -> str:
 def _share(row: Record) -> str:
     share = (row["contenders"].get(AUTO) or {}).get("floor_share")
     return NONE if share is None else f"{share:.0%}"
-
-
-def _memory(row: Record, key: str) -> str:
-    sizes = [(row["contenders"].get(name) or {}).get(key) for name in (EAGER, COMPILED, AUTO)]
-    return " / ".join(NONE if size is None else _mebibytes(size) for size in sizes)
-
-
-def _mebibytes(size: int) -> str:
-    mebibytes = size / 2**20
-    return f"{mebibytes:.0f}" if mebibytes >= 10 else f"{mebibytes:.1f}"
 
 
 def _piped(words: tuple[str, ...]) -> str:

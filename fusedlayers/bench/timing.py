@@ -7,8 +7,6 @@ as far as it can. The first of these runs is not counted. The L2 cache is overwr
 its inputs from memory; that takes tens of microseconds, in which the host may already launch. Work of a few
 microseconds is rotated besides: one run does it many times, on as many inputs. So a *launched* time shows the host only
 where the host falls further behind. *Replayed* is the same work inside a CUDA graph: device time alone.
-
-What the host costs is another question, with a clock of its own: :class:`LoopClock`.
 """
 
 from __future__ import annotations
@@ -242,7 +240,7 @@ class Clock:
         return [(seconds, seconds)]
 
 
-class _GPUClock(Clock):
+class GPUClock(Clock):
     """What the clocks of a GPU share: warm-up, and the recording of work into a CUDA graph."""
 
     separate_host = True
@@ -275,7 +273,7 @@ class _GPUClock(Clock):
         return graph.replay, ""
 
 
-class CudaClock(_GPUClock):
+class CudaClock(GPUClock):
     """Times work with CUDA events, from an idle device and a cold L2 cache."""
 
     def __init__(self, device: torch.device) -> None:
@@ -303,37 +301,6 @@ class CudaClock(_GPUClock):
         return list(zip(devices, hosts, strict=True))[1:]
 
 
-class LoopClock(_GPUClock):
-    """Wall time of a loop, from an idle device until all of it is done, and the host's part of that.
-
-    The host launches ahead of the device, as in a user's loop. Work of a single call would show the host's start and
-    the device's end; work of many calls shows whichever of the two is slower. Some runs come before those that count:
-    what the contender before has left in the host's caches, and in modules' memory of their last call, is no part of a
-    user's loop.
-    """
-
-    def __init__(self, device: torch.device, runs: int = 2, uncounted: int = 3) -> None:
-        super().__init__(device)
-        self.runs, self.uncounted = runs, uncounted
-
-    def visit(self, run: Callable[[], object]) -> list[tuple[float, float]]:
-        measured = []
-        with torch.cuda.device(self.device):
-            for _ in range(self.uncounted + self.runs):
-                torch.cuda.synchronize()
-                start = time.perf_counter()
-                run()
-                launched = time.perf_counter()
-                torch.cuda.synchronize()
-                measured.append((time.perf_counter() - start, launched - start))
-        return measured[self.uncounted :]
-
-
 def clock_for(device: torch.device) -> Clock:
     """The clock of a device."""
     return CudaClock(device) if device.type == "cuda" else Clock()
-
-
-def loop_clock_for(device: torch.device, runs: int = 2, uncounted: int = 3) -> Clock:
-    """The clock of loops on a device."""
-    return LoopClock(device, runs, uncounted) if device.type == "cuda" else Clock()

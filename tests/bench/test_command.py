@@ -30,18 +30,15 @@ def run_small(tmp_path: Path, *words: object) -> tuple[int, Record]:
     return status, record.read(tmp_path / "ffn-fp32-cpu.json")
 
 
-def test_verify_time_record_plot_and_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("matplotlib")
-    status, found = run_small(tmp_path, "--time", "--seconds", 0.01, "--plot")
+def test_verify_time_record_and_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    status, found = run_small(tmp_path, "--time", "--seconds", 0.01)
     assert status == 0
     printed = capsys.readouterr().out
     assert "no GPU is used: verifying and timing the torch path on the CPU" in printed
     assert "auto (torch path): green" in printed
     assert printed.index("verify ffn 70×24×40") < printed.index("time   ffn 70×24×40")
-    assert (tmp_path / "ffn-fp32-cpu-ffn.png").read_bytes().startswith(b"\x89PNG")
     assert [row["direction"] for row in found["rows"]] == ["forward", "forward_backward"]
-    assert bench("table", tmp_path / "ffn-fp32-cpu.json") == 0
-    assert capsys.readouterr().out == tables.markdown(found)
+    assert "speed-up over the best of torch" in printed
 
 
 def test_one_operation_is_timed_before_the_next_is_verified(tmp_path: Path) -> None:
@@ -189,8 +186,6 @@ def test_without_time_nothing_is_timed(tmp_path: Path, capsys: pytest.CaptureFix
     assert status == 0
     assert "verification is green" in capsys.readouterr().out
     assert [row["contenders"] for row in found["rows"]] == [{}]
-    assert bench("table", tmp_path / "ffn-fp32-cpu.json") == 1
-    assert "the record holds no times" in capsys.readouterr().err
 
 
 def test_a_spent_budget_is_recorded_and_not_shown_as_times(tmp_path: Path) -> None:
@@ -233,8 +228,6 @@ def test_a_contender_that_fails_is_named_and_the_others_are_timed(
         (["ffn", "--time", "--init", "zeros"], "argument --init: zeros: --time needs random data: normal or uniform"),
         (["ffn", "--init", "integer", "--activation", "gelu"], "argument --activation: gelu: --init integer"),
         (["ffn", "--contenders", "auto,lion"], "argument --contenders: 'lion': expected names out of eager,compile"),
-        (["ffn", "--plot"], "argument --plot: expected --time beside it"),
-        (["host", "--plot", "--verify"], "argument --plot: expected no --verify beside it"),
         (["ffn", "--seed", "1" * 20], "argument --seed: '11111111111111111111': expected an integer of 64 bits"),
         (["ffn", "--seconds", "inf"], "argument --seconds: 'inf': expected more than 0 seconds"),
         (["ffn", "--seconds", "0"], "argument --seconds: '0': expected more than 0 seconds"),
@@ -275,14 +268,13 @@ def test_a_wrong_switch_is_named(
     assert "FUSEDLAYERS_BACKEND is 'bogus'; expected one of auto, triton, torch" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name", ["ffn", "host", "steps"])
 def test_a_folder_that_cannot_be_written_is_named_before_the_work(
-    name: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     file = tmp_path / "file"
     file.touch()
     with pytest.raises(SystemExit) as stopped:
-        bench(name, "--device", "cpu", "--output", file / "records")
+        bench("ffn", "--device", "cpu", "--output", file / "records")
     assert stopped.value.code == 2
     printed = capsys.readouterr()
     assert not printed.out

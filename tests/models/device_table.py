@@ -41,6 +41,7 @@ import torch
 from torch import Tensor, nn
 
 import fusedlayers as fl
+from benchmarks.records import check_alike
 from fusedlayers.bench import record as records
 from fusedlayers.bench.contenders import AUTO_SWITCHES, Contender, Work
 from fusedlayers.bench.memory import peak_bytes, saved_bytes
@@ -259,7 +260,7 @@ def kept_rows(older: records.Record, record: records.Record, measured: Sequence[
     Raises:
         ValueError: the older record has another device or other versions.
     """
-    records.check_alike(older, record, "versions", "device")
+    check_alike(older, record, "versions", "device")
     return [{"commit": older["commit"]} | row for row in older["rows"] if row["family"] not in measured]
 
 

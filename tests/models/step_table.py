@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from fusedlayers.bench.tables import other_commits
+from benchmarks.layer_tables import other_commits
 from tests.models.device_table import TORCH, Row
 from tests.models.small import FAMILIES
 from train_examples.tables import table

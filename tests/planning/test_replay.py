@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from fusedlayers.bench.published import replay
-from fusedlayers.bench.published.replay import WRONG, Decision
+from benchmarks import replay
+from benchmarks.replay import WRONG, Decision
 
 
 @pytest.fixture(scope="module")

@@ -40,7 +40,7 @@ def copied() -> Iterator[Path]:
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder)
         ignored = shutil.ignore_patterns("__pycache__")
-        for part in ("fusedlayers", "tests", "train_examples", "configs"):
+        for part in ("fusedlayers", "benchmarks", "tests", "train_examples", "configs"):
             shutil.copytree(ROOT / part, copy / part, ignore=ignored)
         shutil.copytree(ROOT / "kernels", copy / "fusedlayers" / "kernels", ignore=ignored)
         shutil.copy(ROOT / "pyproject.toml", copy)

@@ -9,21 +9,20 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fusedlayers.bench import __main__ as command
+from benchmarks import chains, host, host_tables, records
+from benchmarks.chains import STANDS
 from fusedlayers.bench import record, timing
-from fusedlayers.bench.published import chains, host, host_tables
-from fusedlayers.bench.published.chains import STANDS
 from fusedlayers.modules import FusedFFN
 
 CPU = {"device": torch.device("cpu"), "dtype": torch.float32}
 
 
 def bench(*words: object) -> int:
-    return command.main([str(word) for word in words])
+    return host.main([str(word) for word in words])
 
 
 def small(tmp_path: Path, *words: object) -> tuple[int, record.Record]:
-    status = bench("host", "--device", "cpu", "--depth", 2, "--seconds", 0.01, "--output", tmp_path, *words)
+    status = bench("--device", "cpu", "--depth", 2, "--seconds", 0.01, "--output", tmp_path, *words)
     path = tmp_path / "host-fp32-cpu.json"
     return status, record.read(path) if path.exists() else {}
 
@@ -103,9 +102,9 @@ def test_verify_time_record_plot_and_table(tmp_path: Path, capsys: pytest.Captur
     assert auto["launched"]["repeats"] >= timing.FEWEST_ROUNDS
     assert found["finished"] is not None
     assert {(row["depth"], row["dtype"]) for row in found["rows"]} == {(2, "fp32")}
-    assert bench("table", tmp_path / "host-fp32-cpu.json") == 0
+    assert records.main(["table", str(tmp_path / "host-fp32-cpu.json")]) == 0
     assert capsys.readouterr().out == host_tables.markdown(found)
-    assert bench("plot", tmp_path / "host-fp32-cpu.json") == 0
+    assert records.main(["plot", str(tmp_path / "host-fp32-cpu.json")]) == 0
 
 
 def test_what_is_chosen_is_what_runs(tmp_path: Path) -> None:
@@ -145,7 +144,7 @@ def test_layers_run_under_autocast_on_request(
     # In float64 the truth is computed, without autocast.
     assert {each for each in seen if each[0] != torch.float64} == {(torch.float32, torch.bfloat16, True)}
     capsys.readouterr()
-    assert bench("table", path) == 0
+    assert records.main(["table", str(path)]) == 0
     assert ": float32 layers under autocast, medians" in capsys.readouterr().out
 
 
@@ -183,6 +182,8 @@ def test_a_wrong_gradient_is_red(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--grid", "ffn", "--shape", "1x2"], "argument --shape: '1x2': expected 3 positive integers MxKxN"),
         (["--grid", "rnn"], "argument --grid: 'rnn': expected names out of ffn,gated_ffn,linear"),
         (["--autocast", "--dtype", "fp32"], "argument --dtype: fp32: expected bf16 or fp16 beside --autocast"),
+        (["--plot", "--verify"], "argument --plot: expected no --verify beside it"),
+        (["--output", f"{__file__}/records"], "expected a folder that files can be written into"),
         (["--depth", "0"], "argument --depth: 0: expected 1 layer or more"),
         (["--contenders", "auto,liger"], "argument --contenders: 'liger': expected names out of torch,auto"),
     ],
@@ -191,7 +192,7 @@ def test_a_bad_command_line_names_the_argument(
     words: list[str], said: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     with pytest.raises(SystemExit) as stopped:
-        bench("host", "--device", "cpu", "--output", tmp_path, *words)
+        bench("--device", "cpu", "--output", tmp_path, *words)
     assert stopped.value.code == 2
     assert said in capsys.readouterr().err
 

@@ -19,9 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...replacing import replace as replace_layers
-from ..contenders import INSTALLED_BY
-from ..contenders import LIGER as PEER_LIGER
+from fusedlayers.bench.contenders import INSTALLED_BY
+from fusedlayers.bench.contenders import LIGER as PEER_LIGER
+from fusedlayers.replacing import replace as replace_layers
+
 from .attention import use_without_mask
 
 TORCH, AUTO, KERNELS, RECOMPUTE, LIGER = "torch", "auto", "kernels", "recompute", "liger"

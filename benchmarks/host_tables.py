@@ -5,9 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from ..record import Record
-from ..tables import NONE, Table, median, rows_with_times, shape_of, timed_rows
+from fusedlayers.bench.record import Record
+from fusedlayers.bench.tables import NONE, Table, median, shape_of, timed_rows
+
 from .endings import day_and_commit, over_torch
+from .layer_tables import rows_with_times
 from .plots import figure_class, save
 
 TORCH, AUTO, KERNELS, AUTO_FUNCTION = "torch", "auto", "kernels", "function"

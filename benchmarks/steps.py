@@ -1,13 +1,19 @@
 """Whole training steps of models, with ours and without: forward, loss, backward, and a fused AdamW.
 
-    python -m fusedlayers.bench steps                                    all models, eager and compiled
-    python -m fusedlayers.bench steps --models gpt2-768 --modes eager    one of them, as it is
-    python -m fusedlayers.bench steps --contenders torch,auto            without Liger-Kernel and without our norms
-    python -m fusedlayers.bench update STEPS.json OTHER_MODELS.json      models of several runs in one record
+    python -m benchmarks.steps                                          all models, eager and compiled
+    python -m benchmarks.steps --models gpt2-768 --modes eager          one of them, as it is
+    python -m benchmarks.steps --contenders torch,auto                  without Liger-Kernel and without our norms
+    python -m benchmarks.records update STEPS.json OTHER_MODELS.json    models of several runs in one record
 
 For each model all contenders of all modes share their parameters and their attention and are interleaved. The first
 steps, in which the compiler works, are checked against the model in float32 (in float64 where it is float32 itself):
 the loss and the gradients, of ours each of them. What is wrong is not timed, and the exit status is 1.
+
+The rows of the record (:mod:`fusedlayers.bench.record`) are one per model (``grid``, ``title``, ``sizes``) and mode
+(``direction``: "eager", "compile", "reduce-overhead"); shape is the number of tokens. ``held_bytes`` are weights and
+the optimizer's state. Contenders ("torch", "auto", "kernels", "recompute", "liger") have peak_bytes (the most beyond
+those, in the first steps), first_seconds (of these steps, the compiler's work included), loss_error and gradients_error
+(relative, the median over the parameters) and path (of all blocks, eager only).
 """
 
 from __future__ import annotations
@@ -17,6 +23,7 @@ import copy
 import gc
 import math
 import statistics
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -27,19 +34,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...closeness import MAX_ERROR_LIMIT, RMS_FLOOR
-from ...functional.dispatch import decisions
-from ...functional.switches import switched
-from ...replacing.expert_ffns import run_eagerly
-from .. import record as records
-from ..arguments import add_record_options, chosen_device, positive, record_path, several
-from ..cases import DTYPES
-from ..contenders import AUTO_SWITCHES, FUSED_SWITCHES, Contender
-from ..record import Record
-from ..timing import NotTimed, Timing, loop_clock_for, measure
-from ..verification import Finding, Verification
+from fusedlayers.bench import record as records
+from fusedlayers.bench.arguments import add_record_options, chosen_device, positive, record_path, several
+from fusedlayers.bench.cases import DTYPES
+from fusedlayers.bench.contenders import AUTO_SWITCHES, FUSED_SWITCHES, Contender
+from fusedlayers.bench.record import Record
+from fusedlayers.bench.timing import NotTimed, Timing, measure
+from fusedlayers.bench.verification import Finding, Verification
+from fusedlayers.closeness import MAX_ERROR_LIMIT, RMS_FLOOR
+from fusedlayers.functional.dispatch import decisions
+from fusedlayers.functional.switches import switched
+from fusedlayers.replacing.expert_ffns import run_eagerly
+
 from . import attention, step_tables
 from .endings import finish
+from .loop_clock import loop_clock_for
 from .step_models import (
     AUTO,
     KERNELS,
@@ -56,10 +65,7 @@ from .step_models import (
     variants,
 )  # fmt: skip
 from .step_tables import MODES
-from .step_tables import markdown as markdown
-from .step_tables import plot as plot
 
-HELP = "whole training steps of models, with ours and without"
 # Steps before the times: the compiler works in the first ones, and "reduce-overhead" records in the second or third.
 FIRST_STEPS = 3
 # Steps in a row on an idle device: the host launches the second while the first still runs.
@@ -74,9 +80,11 @@ _COMPILE_MODES = {"compile": None, "reduce-overhead": "reduce-overhead"}
 _LOSS_LIMIT = 2.0**-8
 
 
-def add_options(command: argparse.ArgumentParser) -> None:
-    """The options of the command ``steps``."""
+def build_parser() -> argparse.ArgumentParser:
+    """All options."""
+    command = argparse.ArgumentParser(prog="python -m benchmarks.steps", description=(__doc__ or "").split("\n")[0])
     add_record_options(command)
+    command.add_argument("--plot", action="store_true", help="draw the picture of the record")
     for word, known, usual, what in (
         ("--models", tuple(STEP_MODELS), tuple(STEP_MODELS), "default: all"),
         ("--modes", MODES, None, "default: eager and compile on a GPU, eager without one"),
@@ -91,6 +99,7 @@ def add_options(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--seconds", type=positive, default=0.5, help="timing per model and contender, beside warm-up (default: 0.5)"
     )
+    return command
 
 
 @dataclass(frozen=True)
@@ -137,12 +146,17 @@ class StepsInARow:
             call()
 
 
-def main(chosen: argparse.Namespace, words: list[str]) -> int:
-    """Check and time the chosen models; the exit status.
+def main(arguments: list[str] | None = None) -> int:
+    """Check and time the chosen models; the exit status."""
+    words = sys.argv[1:] if arguments is None else arguments
+    parser = build_parser()
+    try:
+        return _run(parser.parse_args(words), words)
+    except ValueError as error:
+        parser.error(str(error))
 
-    Raises:
-        ValueError: an argument that does not fit; the message names it.
-    """
+
+def _run(chosen: argparse.Namespace, words: list[str]) -> int:
     device = chosen_device(chosen)
     dtype = chosen.dtype or ("bf16" if device.type == "cuda" else "fp32")
     modes = chosen.modes or (USUAL_MODES if device.type == "cuda" else USUAL_MODES[:1])
@@ -374,3 +388,7 @@ def _times(timing: Timing | NotTimed, yardstick: Timing | NotTimed | None) -> Re
         "host_seconds": timing.host_seconds,
         "host_bound": timing.host_bound,
     }
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ... import functional
-from ...modules import FusedFFN, SplitKLinear
-from ..cases import Grid, Options, Shape
+from fusedlayers import functional
+from fusedlayers.bench.cases import Grid, Options, Shape
+from fusedlayers.modules import FusedFFN, SplitKLinear
 
 DEPTH = 16
 # Who made a layer: torch, our module, or our function without a module around it.

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks import sweep
 from fusedlayers.bench.contenders import EAGER
-from fusedlayers.bench.published import sweep
 
 
 def row() -> dict[str, Any]:
@@ -42,7 +42,7 @@ def test_picture(tmp_path: Path) -> None:
         "versions": {"torch": "2.11"},
         "started": "2026-01-01T00:00:00",
     }
-    target = sweep.draw(record, tmp_path / "record.json")
+    [target] = sweep.plot(record, tmp_path / "record.json")
     assert target == tmp_path / "record.png"
     assert target.stat().st_size > 1000
 

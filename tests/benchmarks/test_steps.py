@@ -13,12 +13,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fusedlayers import functional
-from fusedlayers.bench import __main__ as command
-from fusedlayers.bench import record, timing
-from fusedlayers.bench.published import step_models, step_tables, steps
-from fusedlayers.bench.published.attention import NAME
-from fusedlayers.bench.published.step_models import (
+from benchmarks import records, step_models, step_tables, steps
+from benchmarks.attention import NAME
+from benchmarks.step_models import (
     AUTO,
     KERNELS,
     LIGER,
@@ -29,6 +26,8 @@ from fusedlayers.bench.published.step_models import (
     TORCH,
     StepModel,
 )
+from fusedlayers import functional
+from fusedlayers.bench import record, timing
 from tests.support.operands import patch_ffn
 
 pytest.importorskip("transformers", reason="the models are of it")
@@ -37,8 +36,8 @@ CPU = torch.device("cpu")
 
 
 def small(tmp_path: Path, *words: object) -> tuple[int, record.Record]:
-    words = ("steps", "--device", "cpu", "--small", "--seconds", 0.01, "--output", tmp_path, *words)
-    status = command.main([str(word) for word in words])
+    words = ("--device", "cpu", "--small", "--seconds", 0.01, "--output", tmp_path, *words)
+    status = steps.main([str(word) for word in words])
     return status, record.read(tmp_path / "steps-fp32-cpu.json")
 
 
@@ -134,7 +133,7 @@ def test_check_time_record_plot_and_table(tmp_path: Path, capsys: pytest.Capture
     assert row["held_bytes"] == 4 * (3 * sum(weights) + len(weights))
     assert {verdict["status"] for verdict in row["verification"]} == {"green"}
     capsys.readouterr()
-    assert command.main(["table", str(tmp_path / "steps-fp32-cpu.json")]) == 0
+    assert records.main(["table", str(tmp_path / "steps-fp32-cpu.json")]) == 0
     assert capsys.readouterr().out == step_tables.markdown(found)
 
 
@@ -277,6 +276,7 @@ def test_the_first_page_has_a_line_for_each_model() -> None:
         (["--models", "llama-7"], "argument --models: 'llama-7': expected names out of llama-2048"),
         (["--modes", "fast"], "argument --modes: 'fast': expected names out of eager,compile"),
         (["--contenders", "auto"], "argument --contenders: expected torch among them"),
+        (["--output", f"{__file__}/records"], "expected a folder that files can be written into"),
     ],
 )
 def test_a_bad_command_line_names_the_argument(
@@ -334,13 +334,13 @@ def test_liger_is_compiled_for_those_who_ask() -> None:
 
 
 def test_models_of_several_runs_make_one_record(tmp_path: Path) -> None:
-    records = []
+    paths = []
     for name in ("bert-128", "llama-256"):
         _, found = small(tmp_path, "--models", name, "--contenders", "torch,auto", "--commit", "c" * 40)
-        records.append(tmp_path / f"{name}.json")
-        record.write(found, records[-1])
-    assert command.main(["update", *map(str, records)]) == 0
-    assert [row["grid"] for row in record.read(records[0])["rows"]] == ["bert-128", "llama-256"]
+        paths.append(tmp_path / f"{name}.json")
+        record.write(found, paths[-1])
+    assert records.main(["update", *map(str, paths)]) == 0
+    assert [row["grid"] for row in record.read(paths[0])["rows"]] == ["bert-128", "llama-256"]
 
 
 def test_first_steps_are_not_kept() -> None:

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks import drawn, side_by_side
 from fusedlayers.bench.cases import CASES
-from fusedlayers.bench.published import drawn, side_by_side
 from fusedlayers.bench.runner import Row, Settings
 
 
@@ -169,7 +169,7 @@ def test_jobs_are_done_in_processes() -> None:
     [
         (["--processes", "0"], "argument --processes: 0"),
         (["--sizes", "0"], "argument --sizes: 0"),
-        (["--plot"], "argument --plot"),
+        (["--plot"], "unrecognized arguments: --plot"),
     ],
 )
 def test_what_it_cannot_do_is_refused(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:

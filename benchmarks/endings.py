@@ -5,9 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from types import ModuleType
 
-from .. import record as records
-from ..arguments import show
-from ..record import Record
+from fusedlayers.bench import record as records
+from fusedlayers.bench.arguments import show
+from fusedlayers.bench.record import Record
+
 from .plots import draw
 
 

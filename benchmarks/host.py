@@ -1,13 +1,20 @@
 """What a layer costs the host when layers are launched one by one: time a layer of a loop, against torch's.
 
-    python -m fusedlayers.bench host                       verify and time everything that is published
-    python -m fusedlayers.bench host --grid linear         some of it
-    python -m fusedlayers.bench host --compiled            torch.compile of torch and of auto mode, too
-    python -m fusedlayers.bench host --autocast            float32 layers under torch.autocast, as models are trained
+    python -m benchmarks.host                       verify and time everything that is published
+    python -m benchmarks.host --grid linear         some of it
+    python -m benchmarks.host --compiled            torch.compile of torch and of auto mode, too
+    python -m benchmarks.host --autocast            float32 layers under torch.autocast, as models are trained
 
 The loop starts on an idle device and ends when all of it is done; host and device overlap as in a user's loop. All
 contenders are interleaved. *One thread*: ``torch.autograd.set_multithreading_enabled(False)``, so that nothing is
 handed over to autograd's own thread. The same loop inside a CUDA graph tells the time of the device alone.
+
+The rows of the record (:mod:`fusedlayers.bench.record`) have the case ``host``, ``depth`` (layers of a loop) and no
+flops, bytes or floor; times are those of a layer. Contenders are "torch", "auto", "kernels" and "function", as they
+are, ", one thread" and ", compiled", without tflops, floor_share, saved_bytes, peak_bytes and replayed_path.
+
+Exit status: 0 if everything is right, 1 if a verification is red or a picture cannot be drawn, 2 for a bad command
+line.
 """
 
 from __future__ import annotations
@@ -23,29 +30,28 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...closeness import compare_draws
-from ...functional.dispatch import decisions
-from ...functional.switches import switched
-from .. import record as records
-from ..arguments import add_record_options, chosen_device, parse_shape, positive, record_path, several
-from ..cases import DTYPES, Grid, Shape
-from ..contenders import AUTO_SWITCHES, FUSED_SWITCHES, Contender
-from ..record import Record
-from ..runner import FORWARD, FORWARD_BACKWARD, shape_text
-from ..timing import NotTimed, Timing, loop_clock_for, measure
-from ..verification import Verification, close
+from fusedlayers.bench import record as records
+from fusedlayers.bench.arguments import add_record_options, chosen_device, parse_shape, positive, record_path, several
+from fusedlayers.bench.cases import DTYPES, Grid, Shape
+from fusedlayers.bench.contenders import AUTO_SWITCHES, FUSED_SWITCHES, Contender
+from fusedlayers.bench.record import Record
+from fusedlayers.bench.runner import FORWARD, FORWARD_BACKWARD, shape_text
+from fusedlayers.bench.timing import NotTimed, Timing, measure
+from fusedlayers.bench.verification import Verification, close
+from fusedlayers.closeness import compare_draws
+from fusedlayers.functional.dispatch import decisions
+from fusedlayers.functional.switches import switched
+
 from . import host_tables
 from .chains import DEPTH, FUNCTION, MODULE, STANDS, TORCH, Layer, Loop, Stand
 from .endings import finish
 from .host_tables import AUTO, AUTO_FUNCTION, COMPILED, KERNELS, ONE_THREAD, ONE_WAY
-from .host_tables import markdown as markdown
-from .host_tables import plot as plot
+from .loop_clock import loop_clock_for
 
 # Host time this close to the time of the loop means that the host sets the pace.
 HOST_BOUND_SHARE = 0.9
 # Draws of inputs that one verdict is about: with few rows torch's error in a single tile is often lucky.
 DRAWS = 8
-HELP = "what a layer costs the host, beside torch's layers"
 _MAKERS = {TORCH: TORCH, AUTO: MODULE, KERNELS: MODULE, AUTO_FUNCTION: FUNCTION}
 _DIRECTIONS = {"forward": (FORWARD,), "forward_backward": (FORWARD_BACKWARD,), "both": (FORWARD_BACKWARD, FORWARD)}
 
@@ -91,9 +97,11 @@ class Row:
         return f"{self.stand.grid.name} {shape_text(self.shape)}"
 
 
-def add_options(command: argparse.ArgumentParser) -> None:
-    """The options of the command ``host``."""
+def build_parser() -> argparse.ArgumentParser:
+    """All options."""
+    command = argparse.ArgumentParser(prog="python -m benchmarks.host", description=(__doc__ or "").split("\n")[0])
     add_record_options(command)
+    command.add_argument("--plot", action="store_true", help="draw the picture of the record")
     command.add_argument(
         "--grid", type=lambda text: several(text, tuple(STANDS)), default=tuple(STANDS), metavar="NAME,…",
         help=f"of {','.join(STANDS)}; default: all",
@@ -113,14 +121,20 @@ def add_options(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--seconds", type=positive, default=2.0, help="timing per row and direction, beside warm-up (default: 2)"
     )
+    return command
 
 
-def main(chosen: argparse.Namespace, words: list[str]) -> int:
-    """Verify all rows and, if all are right, time them; the exit status.
+def main(arguments: list[str] | None = None) -> int:
+    """Verify all rows and, if all are right, time them; the exit status."""
+    words = sys.argv[1:] if arguments is None else arguments
+    parser = build_parser()
+    try:
+        return _run(parser.parse_args(words), words)
+    except ValueError as error:
+        parser.error(str(error))
 
-    Raises:
-        ValueError: an argument that does not fit; the message names it.
-    """
+
+def _run(chosen: argparse.Namespace, words: list[str]) -> int:
     device = chosen_device(chosen)
     if chosen.plot and chosen.verify:
         raise ValueError("argument --plot: expected no --verify beside it: the pictures show times")
@@ -324,3 +338,7 @@ def _entry(timing: Timing, path: str | None, device: torch.device) -> Record:
         "host_seconds": timing.host_seconds,
         "host_bound": host_bound,
     }
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,7 +1,7 @@
 """Time and error of a split product over the split factor S: why splitting helps, and what it does to accuracy.
 
-    python -m fusedlayers.bench.published.sweep                         the published shapes, a record and its picture
-    python -m fusedlayers.bench.published.sweep --shape 64x64x65536
+    python -m benchmarks.sweep                         the published shapes, a record and its picture
+    python -m benchmarks.sweep --shape 64x64x65536
 
 Times are those of replayed work over rotating inputs; errors are largest and root mean square ones against float64, as
 shares of the root mean square of the exact result. S = 1 is the same kernel without a split.
@@ -17,29 +17,28 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...folders import check_folder
-from ...functional.switches import switched
-from .. import record as records
-from ..arguments import parse_shape, positive
-from ..cases import DTYPES, Shape
-from ..cases.split_k import CASE as SPLIT_K
-from ..contenders import EAGER, FUSED_SWITCHES, Contender, contender
-from ..exactness import random_work, reference_results, rotating_work
-from ..record import Record
-from ..runner import shape_text
-from ..tables import Table
-from ..timing import NotTimed, clock_for, measure
-from .plots import MatplotlibMissingError
+from fusedlayers.bench import record as records
+from fusedlayers.bench.arguments import parse_shape, positive
+from fusedlayers.bench.cases import DTYPES, Shape
+from fusedlayers.bench.cases.split_k import CASE as SPLIT_K
+from fusedlayers.bench.contenders import EAGER, FUSED_SWITCHES, Contender, contender
+from fusedlayers.bench.exactness import random_work, reference_results, rotating_work
+from fusedlayers.bench.record import Record
+from fusedlayers.bench.runner import shape_text
+from fusedlayers.bench.tables import NONE, Table
+from fusedlayers.bench.timing import NotTimed, clock_for, measure
+from fusedlayers.folders import check_folder
+from fusedlayers.functional.switches import switched
+
+from .plots import draw, figure_class, save
 
 SPLITS = (1, 2, 3, 5, 8, 16, 32, 64, 128, 256)
 SHAPES: tuple[Shape, ...] = ((64, 64, 65536), (16, 1024, 4096), (16, 16, 1048576), (64, 1024, 8192))
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Run the command line, and return the exit status."""
-    parser = argparse.ArgumentParser(
-        prog="python -m fusedlayers.bench.published.sweep", description=__doc__.split("\n")[0]
-    )
+def build_parser() -> argparse.ArgumentParser:
+    """All options."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.sweep", description=__doc__.split("\n")[0])
     parser.add_argument(
         "--shape",
         type=lambda text: parse_shape(text, SPLIT_K.letters, SPLIT_K.meaning),
@@ -51,6 +50,12 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--seconds", type=positive, default=0.5, help="timing per shape, beside warm-up (default: 0.5)")
     parser.add_argument("--output", type=Path, default=Path("outputs/bench"), help="folder (default: outputs/bench)")
     parser.add_argument("--commit", help="of the sources, where they are no git clone")
+    return parser
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command line, and return the exit status."""
+    parser = build_parser()
     chosen = parser.parse_args(arguments)
     try:
         check_folder(chosen.output)
@@ -77,12 +82,7 @@ def main(arguments: list[str] | None = None) -> int:
     records.finish(record)
     records.write(record, path)
     print(f"record: {path}")
-    try:
-        print(f"plot:   {draw(record, path)}")
-    except MatplotlibMissingError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    return 0
+    return int(not draw(plot, record, path))
 
 
 def _row(shape: Shape, dtype: str, device: torch.device, seconds: float) -> Record:
@@ -131,7 +131,7 @@ def table(row: Record) -> Table:
     lines = [
         (
             name,
-            "–" if entry["microseconds"] is None else f"{entry['microseconds']:.1f}",
+            NONE if entry["microseconds"] is None else f"{entry['microseconds']:.1f}",
             f"{entry['max_error']:.2e}",
             f"{entry['rms_error']:.2e}",
         )
@@ -140,42 +140,39 @@ def table(row: Record) -> Table:
     return Table(f"{shape_text(row['shape'])}, {row['dtype']}", ("split", "µs", "max error", "RMS error"), tuple(lines))
 
 
-def draw(record: Record, path: Path) -> Path:
+def markdown(record: Record) -> str:
+    """The tables of all shapes."""
+    return "\n".join(table(row).markdown() for row in record["rows"])
+
+
+def plot(record: Record, path: Path) -> list[Path]:
     """``<path without suffix>.png``: time and error over S for every shape, torch as a line.
 
     Raises:
         MatplotlibMissingError: matplotlib is not installed.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise MatplotlibMissingError("plots need matplotlib: pip install 'fusedlayers[examples]'") from error
     rows = record["rows"]
-    figure = Figure(figsize=(5 * len(rows), 7), layout="constrained")
+    figure = figure_class()(figsize=(5 * len(rows), 7), layout="constrained")
     axes = figure.subplots(2, len(rows), squeeze=False)
     for column, row in enumerate(rows):
         entries = {s: row["entries"][f"S = {s}"] for s in SPLITS}
         for place, (what, label) in enumerate(
             (("microseconds", "time in µs"), ("max_error", "largest error / RMS of y"))
         ):
-            plot = axes[place][column]
+            panel = axes[place][column]
             known = {s: entry[what] for s, entry in entries.items() if entry[what] is not None}
-            plot.plot(list(known), list(known.values()), marker="o", color="#0072b2", label="split kernels")
+            panel.plot(list(known), list(known.values()), marker="o", color="#0072b2", label="split kernels")
             for name, colour in ((EAGER, "#8c8c8c"), ("S = auto", "#e69f00")):
                 if row["entries"][name][what] is not None:
-                    plot.axhline(row["entries"][name][what], color=colour, label=name, linestyle="--")
-            plot.set_xscale("log", base=2)
+                    panel.axhline(row["entries"][name][what], color=colour, label=name, linestyle="--")
+            panel.set_xscale("log", base=2)
             # Room for the legend; and the errors, which are all but equal, would lie on the frame.
-            plot.set_ylim(0, 1.3 * plot.get_ylim()[1])
-            plot.set_xlabel("split factor S")
-            plot.set_ylabel(label)
-            plot.legend(fontsize="small", loc="upper center", ncols=3)
+            panel.set_ylim(0, 1.3 * panel.get_ylim()[1])
+            panel.set_xlabel("split factor S")
+            panel.set_ylabel(label)
+            panel.legend(fontsize="small", loc="upper center", ncols=3)
         axes[0][column].set_title(shape_text(row["shape"]))
-    device = f"{record['device']['name']}, torch {record['versions']['torch']}, {record['started'][:10]}"
-    figure.suptitle(f"Split-K linear over its split factor ({rows[0]['dtype']}, {device})", wrap=True)
-    target = path.with_suffix(".png")
-    figure.savefig(target, dpi=110)
-    return target
+    return [save(figure, record, "Split-K linear over its split factor", path.with_suffix(".png"))]
 
 
 if __name__ == "__main__":

@@ -6,9 +6,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ..record import Record
-from ..tables import NONE, Table, median, other_commits, rows_with_times, timed_rows
+from fusedlayers.bench.record import Record
+from fusedlayers.bench.tables import NONE, Table, median, timed_rows
+
 from .endings import day_and_commit, over_torch
+from .layer_tables import other_commits, rows_with_times
 from .plots import figure_class, save
 from .step_models import AUTO, KERNELS, LIGER, LIGER_AUTO, NAMES, NORM, RECOMPUTE, TORCH
 

@@ -1,7 +1,7 @@
 """The tables and the picture of README.md and docs/, made of the committed results.
 
-    python -m docs.tables            tell what differs; the exit status is 1 then
-    python -m docs.tables --write    write it
+    python -m benchmarks.pages            tell what differs; the exit status is 1 then
+    python -m benchmarks.pages --write    write it
 
 A table stands between the lines ``<!-- table: its name -->`` and ``<!-- end of the table -->``. There is one for each
 card. A record is found by the name of its file: ``CARD-bf16.json``, ``CARD-bf16-WHAT.json`` where a folder has several
@@ -20,15 +20,16 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from fusedlayers.bench import tables
-from fusedlayers.bench.published import drawn, host_tables, step_tables
-from fusedlayers.bench.published.endings import over_torch
-from fusedlayers.bench.published.plots import figure_class
 from tests.models import family_table, step_table
 from train_examples import end_to_end
 from train_examples.tables import table
 
+from . import drawn, host_tables, layer_tables, step_tables
+from .endings import over_torch
+from .plots import figure_class
+
 ROOT = Path(__file__).resolve().parents[1]
-RESULTS = ROOT / "fusedlayers" / "bench" / "results"
+RESULTS = ROOT / "benchmarks" / "results"
 PICTURE = ROOT / "docs" / "pictures" / "whole-models.png"
 # One for each of the ways: torch's are grey, ours blue and green, darker where compiled.
 _COLOURS = ("#b0b0b0", "#4c4c4c", "#cc79a7", "#9ecae1", "#74c476", "#d55e00", "#0072b2", "#00704a")
@@ -52,7 +53,7 @@ class Place(NamedTuple):
 
     folder: str = ""
     what: str = ""
-    markdown: Callable[[Any], str] = tables.markdown
+    markdown: Callable[[Any], str] = layer_tables.markdown
 
     def paths(self) -> list[Path]:
         """The record of each card, and of each release of Triton, by name."""
@@ -245,7 +246,7 @@ def pages() -> list[Path]:
 
 def main() -> int:
     """Compare or write; the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m docs.tables", description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.pages", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--write", action="store_true", help="write what differs, and the picture")
     chosen = parser.parse_args()
     different = {page: text for page in pages() if (text := written(page.read_text())) != page.read_text()}

@@ -1,7 +1,7 @@
 """Auto mode's decisions beside the committed times: what the paths that it takes now cost over the fastest ones.
 
-    python -m fusedlayers.bench.published.replay               every operation, pass and card
-    python -m fusedlayers.bench.published.replay --worst 20    and the decisions that cost the most
+    python -m benchmarks.replay               every operation, pass and card
+    python -m benchmarks.replay --worst 20    and the decisions that cost the most
 
 No GPU is asked: each row of the records is planned again for the card that it was measured on, and its time is that of
 the contender which took the path. Eager torch is the alternative, and kernels wherever they were timed.
@@ -19,15 +19,15 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ... import planning
-from ...planning import CARDS
-from ..cases import CASES, DTYPES, Options
-from ..contenders import AUTO, EAGER, FUSED
-from ..record import Record
-from ..runner import FORWARD, shape_text
-from ..tables import DIRECTIONS, KINDS, PATHS, Table, median
+from fusedlayers import planning
+from fusedlayers.bench.cases import CASES, DTYPES, Options
+from fusedlayers.bench.contenders import AUTO, EAGER, FUSED
+from fusedlayers.bench.record import Record
+from fusedlayers.bench.runner import FORWARD, shape_text
+from fusedlayers.bench.tables import DIRECTIONS, KINDS, PATHS, Table, median
+from fusedlayers.planning import CARDS
 
-RESULTS = Path(__file__).parents[1] / "results"
+RESULTS = Path(__file__).parent / "results"
 # A decision that costs more is a wrong one: so much lies within the noise of two measurements.
 WRONG = 1.03
 
@@ -121,13 +121,16 @@ def table(found: list[Decision]) -> Table:
     return Table("Auto mode's time over that of the fastest path", columns, tuple(lines))
 
 
+def build_parser() -> argparse.ArgumentParser:
+    """All options."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.replay", description=__doc__.split("\n")[0])
+    parser.add_argument("--worst", type=int, default=0, metavar="N", help="list the N decisions that cost the most")
+    return parser
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line, and return the exit status."""
-    parser = argparse.ArgumentParser(
-        prog="python -m fusedlayers.bench.published.replay", description=__doc__.split("\n")[0]
-    )
-    parser.add_argument("--worst", type=int, default=0, metavar="N", help="list the N decisions that cost the most")
-    chosen = parser.parse_args(arguments)
+    chosen = build_parser().parse_args(arguments)
     found = committed()
     print(table(found).plain())
     for each in sorted(found, key=lambda each: -each.regret)[: chosen.worst]:

@@ -1,4 +1,4 @@
-"""Pictures of a record: speed-up over torch and time over the floor, one PNG per grid, from the record alone."""
+"""Pictures of a record of layers, from it alone: speed-up over torch and time over the floor, one PNG per grid."""
 
 from __future__ import annotations
 
@@ -7,11 +7,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ..contenders import AUTO, AUTOTUNED, CCE, CHECKPOINTED, CONTENDERS, FUNCTION, FUSED, LIGER, QUACK
-from ..record import Record
-from ..tables import DIRECTIONS, HOW_TO_TIME, KINDS, median, rows_with_times, speed_up
+from fusedlayers.bench.contenders import AUTO, AUTOTUNED, CCE, CHECKPOINTED, FUNCTION, FUSED, LIGER, QUACK
+from fusedlayers.bench.record import Record
+from fusedlayers.bench.tables import DIRECTIONS, KINDS, median, shape_of, speed_up
 
-# Chosen to stay apart in print and for colour-blind readers.
+from .layer_tables import HOW_TO_TIME, rows_with_times
+
+# In the order of the bars; chosen to stay apart in print and for colour-blind readers.
 _COLOURS = {
     "torch eager": "#8c8c8c",
     "torch.compile": "#4c4c4c",
@@ -79,7 +81,7 @@ def figure_class() -> Any:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise MatplotlibMissingError(
-            "plots need matplotlib: pip install 'fusedlayers[examples]', then python -m fusedlayers.bench plot FILE"
+            "plots need matplotlib: pip install 'fusedlayers[examples]', then python -m benchmarks.records plot FILE"
         ) from error
     return Figure
 
@@ -108,7 +110,7 @@ def _times(axes: Any, rows: list[Record]) -> None:
     floors = [row["floor_seconds"] for row in rows]
     known = all(floor is not None for floor in floors)
     series = {}
-    for name in CONTENDERS:
+    for name in _COLOURS:
         times = [None if name == FUSED and _same(row) else _device_time(row, name) for row in rows]
         if any(time is not None for time in times):
             units = floors if known else [1e-6] * len(rows)
@@ -145,7 +147,7 @@ def _bars(axes: Any, rows: list[Record], series: dict[str, list[float | None]], 
     for place, (name, values) in enumerate(series.items()):
         at = [i - 0.4 + (place + 0.5) * width for i, value in enumerate(values) if value is not None]
         axes.bar(at, [value for value in values if value is not None], width, label=name, color=colours[name])
-    axes.set_xticks(range(len(rows)), ["×".join(map(str, row["shape"])) for row in rows], rotation=30, ha="right")
+    axes.set_xticks(range(len(rows)), [shape_of(row) for row in rows], rotation=30, ha="right")
     axes.set_xlabel(rows[0]["meaning"])
 
 

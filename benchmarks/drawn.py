@@ -1,8 +1,8 @@
 """Auto mode and kernels beside the best of torch at sizes that nobody chose: each operation at random ones of a seed.
 
-    python -m fusedlayers.bench.published.drawn                     60 sizes of every operation
-    python -m fusedlayers.bench.published.drawn --families ffn,maxsim --sizes 20 --seed 7
-    python -m fusedlayers.bench.published.drawn --processes 12      which compile side by side
+    python -m benchmarks.drawn                     60 sizes of every operation
+    python -m benchmarks.drawn --families ffn,maxsim --sizes 20 --seed 7
+    python -m benchmarks.drawn --processes 12      which compile side by side
 
 A size lies between the least and the greatest of its operation's published grids, on a logarithmic scale, and takes no
 more arithmetic than the greatest of them. Each is verified, and timed if it is right, as by the other benchmarks.
@@ -26,15 +26,27 @@ from tempfile import TemporaryDirectory
 
 import torch
 
-from ...functional.switches import switched
-from .. import record as records
-from ..arguments import add_record_options, chosen_device, positive, record_path, several, show
-from ..cases import CASES, DTYPES, Case, Shape
-from ..contenders import AUTO, COMPILED, EAGER, FUSED, contender
-from ..exactness import random_work
-from ..record import Record
-from ..runner import Row, Settings, run, shape_text
-from ..tables import DIRECTIONS, ENOUGH, KINDS, NONE, PATHS, Table, apart, best_of_torch, median, speed_up
+from fusedlayers.bench import record as records
+from fusedlayers.bench.arguments import add_record_options, chosen_device, positive, record_path, several, show
+from fusedlayers.bench.cases import CASES, DTYPES, Case, Shape
+from fusedlayers.bench.contenders import AUTO, COMPILED, EAGER, FUSED, contender
+from fusedlayers.bench.exactness import random_work
+from fusedlayers.bench.record import Record
+from fusedlayers.bench.runner import Row, Settings, run, shape_text
+from fusedlayers.bench.tables import (
+    DIRECTIONS,
+    ENOUGH,
+    KINDS,
+    NONE,
+    PATHS,
+    Table,
+    apart,
+    best_of_torch,
+    median,
+    speed_up,
+)
+from fusedlayers.functional.switches import switched
+
 from . import side_by_side
 
 FAMILIES = tuple(name for name, case in CASES.items() if case.grids)
@@ -42,11 +54,9 @@ FAMILIES = tuple(name for name, case in CASES.items() if case.grids)
 _FIRST_EVEN, _STEPS = 64, (8, 64)
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Run the command line, and return the exit status: 1 if a result is wrong or nothing can be measured."""
-    parser = argparse.ArgumentParser(
-        prog="python -m fusedlayers.bench.published.drawn", description=__doc__.split("\n")[0]
-    )
+def build_parser() -> argparse.ArgumentParser:
+    """All options."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.drawn", description=__doc__.split("\n")[0])
     parser.add_argument(
         "--families", type=lambda text: several(text, FAMILIES), default=FAMILIES, metavar="NAME,…",
         help=f"of {','.join(FAMILIES)}; default: all",
@@ -55,6 +65,12 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--seconds", type=positive, default=0.15, help="timing per size and direction (default: 0.15)")
     parser.add_argument("--processes", type=int, default=1, help="that compile side by side (default: 1)")
     add_record_options(parser)
+    return parser
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command line, and return the exit status: 1 if a result is wrong or nothing can be measured."""
+    parser = build_parser()
     words = sys.argv[1:] if arguments is None else arguments
     chosen = parser.parse_args(words)
     try:
@@ -64,8 +80,6 @@ def main(arguments: list[str] | None = None) -> int:
         for name in ("sizes", "processes"):
             if getattr(chosen, name) < 1:
                 raise ValueError(f"argument --{name}: {getattr(chosen, name)}: expected 1 or more")
-        if chosen.plot:
-            raise ValueError("argument --plot: there is a table of random sizes, and no picture")
     except ValueError as error:
         parser.error(str(error))
     if device.type != "cuda":
