@@ -9,7 +9,7 @@ GPU := $(shell nvidia-smi -L >/dev/null 2>&1 && echo yes)
 # The size of the language model: one that a GPU trains in a minute, or one that two CPU cores do.
 MODEL ?= $(if $(GPU),narrow,tiny)
 MODELS := tiny narrow small experts
-TARGETS := help train test test-full test-kernel test-bits test-triton check docs hooks clean
+TARGETS := help train test test-full test-kernel test-bits test-triton check docs site dist hooks clean
 # How many steps both runs take; without it, as many as the preset says.
 STEPS ?=
 # Where the two runs are written; what an earlier `make train` left there is overwritten, or goes on with RESUME=yes.
@@ -22,7 +22,9 @@ TRAIN = $(BIN)/python -m train_examples.language_model $(SETTINGS) $$(cat $(RUNS
 GIVEN = $(foreach name,MODEL STEPS RUNS VENV,$(if $(filter-out file,$(origin $(name))),$(name)=$($(name))))
 WORKERS ?= auto
 NAME ?= gemm_epilogue
-# The oldest and the newest release that README names; the tests run on the one of constraints.txt.
+# The page of the repository, https://HOST/OWNER/NAME, to which the links of a release lead.
+URL ?=
+# The oldest and the newest release that are supported; the tests run on the one of constraints.txt.
 TRITONS := 3.6.0 3.9.0
 TRITON_FOLDERS := $(TRITONS:%=build/triton-%)
 # NumPy multiplies for the interpreter: OpenBLAS's kernels for Haswell, which AMD's processors get, too, round a row by its
@@ -99,7 +101,7 @@ test-bits: $(CORES:%=test-bits-%) ## Run the tests that compare bits with both k
 test-bits-%: $(INSTALLED)
 	OPENBLAS_CORETYPE=$* $(PYTEST) -m bits tests/functional tests/kernels
 
-test-triton: $(TRITON_FOLDERS) ## Compile every kernel with the oldest and the newest Triton that README names
+test-triton: $(TRITON_FOLDERS) ## Compile every kernel with the oldest and the newest Triton that are supported
 	FUSEDLAYERS_TRITONS='$^' $(PYTEST) tests/kernels/test_triton_releases.py
 
 $(TRITON_FOLDERS): build/triton-%: | $(INSTALLED)
@@ -109,6 +111,22 @@ $(TRITON_FOLDERS): build/triton-%: | $(INSTALLED)
 
 docs: $(INSTALLED) ## Write the tables and pictures of README.md and docs/ from the committed results
 	$(BIN)/python -m benchmarks.pages --write
+
+site: $(VENV)/.site ## Build the documentation as a site in build/site, with every link checked
+	$(BIN)/python -m mkdocs build
+
+dist: $(VENV)/.release ## Build the sdist and the wheel of a release into dist/: make dist URL=https://HOST/OWNER/NAME
+	rm -rf build/release dist
+	$(BIN)/python -m docs.release --url '$(URL)' --output build/release
+	$(BIN)/python -m build --no-isolation --outdir dist build/release
+	$(BIN)/python -m twine check --strict dist/*
+
+# Besides what the tests need.
+$(VENV)/.site: EXTRA := docs
+$(VENV)/.release: EXTRA := release
+$(VENV)/.site $(VENV)/.release: $(INSTALLED)
+	$(BIN)/python -m pip install --no-compile --constraint constraints.txt --no-build-isolation --editable '.[$(EXTRA)]'
+	@touch $@
 
 check: $(INSTALLED) ## Lint, check the formatting, and type-check the built wheel
 	$(BIN)/ruff check

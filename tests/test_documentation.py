@@ -247,7 +247,7 @@ def test_a_table_has_the_records_of_every_card(tmp_path: Path, monkeypatch: pyte
 
 def test_the_first_page_is_short() -> None:
     lines = PAGES["README.md"].splitlines()
-    assert len(lines) <= 250
+    assert len(lines) <= 150
     rows = "".join("|" if line.startswith("|") else " " for line in lines).split()
     # A heading and its rule, and twelve rows.
     assert max(map(len, rows)) <= 14

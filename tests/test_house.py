@@ -62,7 +62,9 @@ LIBRARIES = {
     "kernels.tuning": set[str](),
     "kernels": {"torch", "triton"},
     "planning": set[str](),
-    "train_examples.recipes": {"torch", "accelerate", "lightning", "peft", "transformers"},
+    "train_examples.recipes": {
+        *("torch", "accelerate", "datasets", "lightning", "peft", "pylate", "tokenizers", "transformers", "trl"),
+    },
     "train_examples": {"torch", "hydra", "omegaconf", "lightning", "matplotlib", "rich", "tokenizers"},
     # The tables of models come from records that the tests of models make.
     "benchmarks.pages": {"tests"},

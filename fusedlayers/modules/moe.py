@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -150,18 +150,22 @@ class FusedMoE(nn.Module):
             if x.shape[-1:] != (self.d_model,):
                 raise ValueError(f"{said('x', x)}: expected [*B, M, K] with K = d_model = {self.d_model}")
         logits = self.gate(x)
-        kept = parameter(self.gate, "weight")
-        wide = logits.double() if kept is not None and kept.dtype is torch.float64 else logits.float()
+        wide = logits.double() if self._router_weight().dtype is torch.float64 else logits.float()
         scores = wide.softmax(-1) if self.scores == "softmax" else wide.sigmoid()
         weights, index = scores.topk(self.top_k, -1)
         if self.normalize:
             weights = weights / weights.sum(-1, keepdim=True)
         return index, weights.to(logits.dtype)
 
+    def _router_weight(self) -> Tensor:
+        """The router's weight; of a quantised one, whose weight is a method, the experts' instead."""
+        kept = parameter(self.gate, "weight")
+        return kept if isinstance(kept, Tensor) else cast(Tensor, self.experts.down_proj)
+
     def call_arguments(self, x: Tensor) -> dict[str, Any]:
         """The arguments that ``forward(x)`` gives to ``functional.moe_ffn``, by name; the routing is a placeholder."""
         shape = (*x.shape[:-1], self.top_k)
-        weights = x.new_empty(shape).requires_grad_(self.gate.weight.requires_grad or x.requires_grad)
+        weights = x.new_empty(shape).requires_grad_(self._router_weight().requires_grad or x.requires_grad)
         return self._arguments(x, x.new_zeros(shape, dtype=torch.int64), weights)
 
     def _arguments(self, x: Tensor, index: Tensor, weights: Tensor) -> dict[str, Any]:

@@ -74,7 +74,7 @@ def _number_of_experts(module: nn.Module, holder: nn.Module, mixture: bool) -> i
     sizes = {each.shape[0] if each.dim() else 0 for each in parameters}
     called = mixture or len(inspect.signature(module.forward).parameters) == 3
     own = len(parameters) == sum(each is not None for each in holder._parameters.values())
-    if len(sizes) != 1 or not called or not own or isinstance(module, _InParts):
+    if len(sizes) != 1 or not called or not own or isinstance(module, InParts):
         raise TypeError(
             "module must be a FusedMoE, or be called with tokens, their experts and weights and hold nothing but "
             f"parameters with a first dimension for the experts, got a {class_name(module)}"
@@ -83,11 +83,11 @@ def _number_of_experts(module: nn.Module, holder: nn.Module, mixture: bool) -> i
     return experts
 
 
-class _InParts(nn.Module):
+class InParts(nn.Module):
     """Mixin of modules whose experts are spread over processes."""
 
 
-class ExpertParallelMoE(_InParts, FusedMoE):
+class ExpertParallelMoE(InParts, FusedMoE):
     """A `FusedMoE` that `ExpertParallel` has split: parameters and keys stay, forward runs the local experts."""
 
     def call_arguments(self, x: Tensor) -> dict[str, Any]:
@@ -111,7 +111,7 @@ class ExpertParallelMoE(_InParts, FusedMoE):
         return y if self.shared_expert is None else cast(Tensor, self.shared_expert(x, residual=y))
 
 
-class _ExpertsInParts(_InParts):
+class _ExpertsInParts(InParts):
     """Mixin of the classes of :func:`_class_for`, which cannot be imported by name."""
 
     whole: ClassVar[type[nn.Module]]

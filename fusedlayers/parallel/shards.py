@@ -9,8 +9,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..modules import why_not_plain, why_not_read_past
+
+# Whole parameters that were split, and what they were split into -> a token, one for each whole parameter.
+_TOKENS = WeakTensorKeyDictionary()
 
 
 def check_mesh(mesh: DeviceMesh) -> None:
@@ -24,7 +28,14 @@ def distribute(linear: nn.Module, placements: dict[str, Placement], mesh: Device
     for name, placement in placements.items():
         parameter = getattr(linear, name)
         part = distribute_tensor(parameter.detach(), mesh, [placement], src_data_rank=source)
-        linear.register_parameter(name, nn.Parameter(part, parameter.requires_grad))
+        split = nn.Parameter(part, parameter.requires_grad)
+        _TOKENS[split] = _TOKENS.setdefault(parameter, object())
+        linear.register_parameter(name, split)
+
+
+def were_one(first: Tensor, second: Tensor) -> bool:
+    """Whether these were one parameter before :func:`distribute` split it for one of its owners, or for both."""
+    return first is not second and first in _TOKENS and _TOKENS[first] is _TOKENS.get(second)
 
 
 def local_part(whole: DTensor) -> Tensor:

@@ -187,3 +187,26 @@ def test_compiled_and_explained() -> None:
     assert not paths
     assert "M=18 (tokens) K=24 N=20 E=5 (experts) k=2, float32, forward and backward" in text
     assert fl.verify(module, x).ok
+
+
+class Quantised(nn.Module):
+    """As torch's quantised linear layers: the weight is a method."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.kept = linear
+
+    def weight(self) -> Tensor:
+        return self.kept.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.kept(x)
+
+
+def test_a_quantised_router_is_called() -> None:
+    mixture = FusedMoE(16, 32, 4, 2, device=DEVICE)
+    x = torch.randn(5, 16, device=DEVICE)
+    expected = mixture(x)
+    mixture.gate = Quantised(mixture.gate)
+    assert torch.equal(mixture(x), expected)
+    assert fl.explain(mixture, x).path

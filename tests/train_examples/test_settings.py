@@ -301,7 +301,7 @@ def make(*words: str, dry_run: bool = True) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=ROOT, env=alone, capture_output=True, text=True, timeout=60)
 
 
-TARGETS = "help train test test-full test-kernel test-bits test-triton check docs hooks clean"
+TARGETS = "help train test test-full test-kernel test-bits test-triton check docs site dist hooks clean"
 
 
 @needs_make

@@ -1,9 +1,10 @@
-"""What the recipes train: a small Llama with random weights, on the bytes of the Python standard library."""
+"""What the recipes train: a small Llama or GPT with random weights, on the bytes of the Python standard library."""
 
 from __future__ import annotations
 
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 from torch.utils.data import Dataset
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -19,6 +20,39 @@ def small_llama(seed: int = 0) -> LlamaForCausalLM:
     torch.manual_seed(seed)
     sizes = {"hidden_size": 64, "intermediate_size": 172, "num_hidden_layers": 2, "num_attention_heads": 4}
     return LlamaForCausalLM(LlamaConfig(vocab_size=256, max_position_embeddings=CONTEXT, use_cache=False, **sizes))
+
+
+class Block(nn.Module):
+    """Attention and a feed-forward block, each after a norm and beside a residual, as in GPT-2."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm_1, self.norm_2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.c_attn, self.attn_proj = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.c_fc, self.gelu, self.c_proj = nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts = self.c_attn(self.norm_1(x)).unflatten(-1, (3, self.heads, -1)).transpose(1, 3)
+        mixed = F.scaled_dot_product_attention(*parts.unbind(2), is_causal=True)
+        x = x + self.attn_proj(mixed.transpose(1, 2).flatten(-2))
+        return x + self.c_proj(self.gelu(self.c_fc(self.norm_2(x))))
+
+
+class GPT(nn.Module):
+    """Tokens ``[B, T]`` to the input ``[B, T, width]`` of the head, whose weight is that of the embedding ``wte``."""
+
+    def __init__(self, width: int = 64, heads: int = 4, layers: int = 2) -> None:
+        super().__init__()
+        self.wte, self.wpe = nn.Embedding(256, width), nn.Embedding(CONTEXT, width)
+        self.blocks = nn.Sequential(*(Block(width, heads) for _ in range(layers)))
+        self.norm = nn.LayerNorm(width)
+        for embedding in (self.wte, self.wpe):
+            nn.init.normal_(embedding.weight, std=0.02)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x: Tensor = self.norm(self.blocks(self.wte(tokens) + self.wpe.weight[: tokens.shape[1]]))
+        return x
 
 
 class TextWindows(Dataset[dict[str, Tensor]]):
