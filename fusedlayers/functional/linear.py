@@ -11,9 +11,13 @@ from torch import Tensor
 from .. import reference
 from ..kernels import split_k as kernels
 from ..kernels.activations import ACTIVATIONS, canonical_activation
-from ..planning import LinearPlan, LinearProblem, ProductPlan
+from ..kernels.column_sums import column_sums
+from ..kernels.tuning import COLUMN_SUM_TILES
+from ..planning import Float8LinearProblem, LinearPlan, LinearProblem, ProductPlan
+from ..planning.float8 import IN_16_BITS
 from .call import call_facts, traced, wants_gradient
 from .custom_ops import Result, Results
+from .float8 import product, quantised, quantised_transpose, quantised_weight
 from .operands import (
     check_given,
     check_shape,
@@ -24,6 +28,7 @@ from .operands import (
     without_autocast,
 )
 from .operation import Operation, Tensors, formula
+from .precision import Float8, precision_word
 from .prepared import Prepared
 from .weight_gradient import planned_weight_gradient
 
@@ -38,6 +43,7 @@ def linear(
     activation: str | None = None,
     split_k: int | str = "auto",
     reduction: str = "workspace",
+    precision: str | Float8 | None = None,
 ) -> Tensor:
     """``act(x Wᵀ + b)``; the inner axis is split where few rows and columns would leave most of a GPU idle.
 
@@ -55,6 +61,8 @@ def linear(
             fewer: no range is empty, and the partial sums stay within 128 MiB.
         reduction: "workspace" keeps the partial sums apart and adds them in a fixed order: the same bits every time.
             "atomic" asks for kernels that add them up in memory, in float32 but in no fixed order.
+        precision: None, or "fp8" or a :class:`fusedlayers.Float8`: the product and the data gradient run in 8 bits
+            where they can and where that is faster, else as with None; ``explain`` says which.
 
     Returns:
         ``[*B, M, N]`` in the dtype of x (under autocast: in autocast's dtype). float16, bfloat16 and float32 can run in
@@ -62,12 +70,12 @@ def linear(
 
     Raises:
         TypeError: an argument of the wrong type, a dtype that is not real floating or differs from that of x.
-        ValueError: shapes that do not fit together, tensors on different devices, an unknown activation or
-            ``reduction``, a ``split_k`` below 1.
+        ValueError: shapes that do not fit together, tensors on different devices, an unknown activation,
+            ``reduction`` or ``precision``, a ``split_k`` below 1.
         RuntimeError: ``reduction="atomic"`` under ``torch.use_deterministic_algorithms(True)``, or
             ``FUSEDLAYERS_BACKEND=triton`` or ``FUSEDLAYERS_STRICT=1`` where the kernels cannot run.
     """
-    return LINEAR(x, weight, bias, activation, split_k, reduction)
+    return LINEAR(x, weight, bias, activation, split_k, reduction, precision_word(precision))
 
 
 def check_linear(x: Tensor, weight: Tensor, bias: Tensor | None, split_k: int | str, reduction: str) -> None:
@@ -117,18 +125,21 @@ class _Linear(Operation):
     row_operands = ("x",)
 
     def check(self, tensors: Tensors, options: tuple[Any, ...]) -> tuple[Any, ...]:
-        activation, split_k, reduction = options
-        activation = canonical_activation(activation)
+        activation, split_k, reduction, precision = options
+        activation, precision = canonical_activation(activation), precision_word(precision)
         x, weight, bias = tensors
         check_linear(x, weight, bias, split_k, reduction)
-        return activation, split_k, reduction
+        return activation, split_k, reduction, precision
+
+    def variant(self, options: tuple[Any, ...]) -> Operation:
+        return self if options[3] is None else FLOAT8_LINEAR
 
     def may_be_repeated(self, options: tuple[Any, ...]) -> bool:
         # torch.use_deterministic_algorithms, which forbids atomic addition, may change between calls.
         return options[2] != "atomic"
 
     def problem(self, tensors: Tensors, options: tuple[Any, ...]) -> LinearProblem:
-        (x, weight, bias), (activation, split_k, reduction) = tensors, options
+        (x, weight, bias), (activation, split_k, reduction, _) = tensors, options
         return LinearProblem(
             M=math.prod(x.shape[:-1]),
             N=weight.shape[0],
@@ -266,4 +277,56 @@ def _product(
     )
 
 
+class _Float8Linear(_Linear):
+    """The linear layer in 8 bits, or where that is not possible or not faster, the linear layer itself.
+
+    The activation is torch's own with and without gradients, so that both have the same value.
+    """
+
+    problem_type = Float8LinearProblem
+
+    def prepared(self, tensors: Tensors, options: tuple[Any, ...]) -> Prepared:
+        call = super().prepared(tensors, options)
+        return LINEAR.prepared(tensors, (*options[:3], None)) if call.plan.path == IN_16_BITS else call
+
+    def variant(self, options: tuple[Any, ...]) -> Operation:
+        return self
+
+    def sees_through(self, call: Prepared) -> bool:
+        return False
+
+    def problem(self, tensors: Tensors, options: tuple[Any, ...]) -> LinearProblem:
+        return Float8LinearProblem(**super().problem(tensors, options).__getstate__())
+
+    def finished(self, call: Prepared, tensors: Tensors, results: Tensor) -> Tensor:
+        x, y = tensors[0], results
+        if call.problem.activation != "identity":
+            with without_autocast(x.device):
+                y = ACTIVATIONS[call.problem.activation].torch(y)
+        return y if x.dim() == 2 else y.view(*x.shape[:-1], y.shape[-1])
+
+    def forward(self, call: Prepared, operands: Tensors, wanted: Sequence[bool]) -> tuple[Tensors, Tensors]:
+        (x, weight, bias), ready = operands, call.ready
+        right = quantised_weight(weight, call.problem.captured, ready)
+        pipeline = call.plan.product_pipeline
+        y = product(quantised(x, ready), right, bias, pipeline, x, ready.setdefault("forward", {}))
+        return (y,), ()
+
+    def backward(
+        self, call: Prepared, operands: Tensors, made: Tensors, wanted: Sequence[bool], upstream: Tensors
+    ) -> Tensors:
+        (x, weight, _), [dy], ready = operands, upstream, call.ready
+        dx = dw = db = None
+        if wanted[0]:
+            right = quantised_transpose((weight,), call.problem.captured, ready)
+            pipeline = call.plan.product_pipeline
+            dx = product(quantised(dy, ready), right, None, pipeline, dy, ready.setdefault("data gradient", {}))
+        if wanted[1]:
+            dw = torch.mm(dy.t(), x)
+        if wanted[2]:
+            db = column_sums(dy, COLUMN_SUM_TILES, ready)
+        return dx, dw, db
+
+
 LINEAR = _Linear(linear)
+FLOAT8_LINEAR = _Float8Linear(linear, "float8_")

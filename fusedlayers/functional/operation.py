@@ -62,8 +62,9 @@ class Operation:
     # Whether kernels compute the backward pass, which is a custom operation of its own then; else torch does.
     has_backward: ClassVar[bool] = True
 
-    def __init__(self, function: Callable[..., Any]) -> None:
-        self.function, self.name = function, function.__name__
+    def __init__(self, function: Callable[..., Any], variant: str = "") -> None:
+        """``variant``: the name of another way to compute ``function``, which its operation alone leads to."""
+        self.function, self.name = function, f"{variant}{function.__name__}"
         self._signature = inspect.signature(function)
         parameters = self._signature.parameters
         kinds = {Tensor, Tensor | None}
@@ -77,11 +78,16 @@ class Operation:
         self._options: Callable[..., Any] = at_places(options)
         # For calls of the public function itself: consecutive layers are often alike.
         self._last = LastCall()
-        self.composite = Composite(function)
+        if not variant:
+            self.composite = Composite(function)
+            OPERATIONS[self.name] = self
         self.kernel_operation = KernelOperation(self)
-        OPERATIONS[self.name] = self
 
     # What a subclass implements.
+
+    def variant(self, options: tuple[Any, ...]) -> Operation:
+        """The operation that plans a call with these checked options: itself, unless it has variants."""
+        return self
 
     def check(self, tensors: Tensors, options: tuple[Any, ...]) -> tuple[Any, ...]:
         """Raises an error that names the argument that is wrong; returns the options with canonical names."""
@@ -193,8 +199,8 @@ class Operation:
             if in_kernels:
                 return None
             if call.direct and dispatch._counted is None:
-                return self.through_torch(call, tensors)
-        return self.run(call, tensors)
+                return call.operation.through_torch(call, tensors)
+        return call.operation.run(call, tensors)
 
     def prepared(self, tensors: Tensors, options: tuple[Any, ...]) -> Prepared:
         """The prepared call from the cache, or checked and planned now.
@@ -210,6 +216,10 @@ class Operation:
             if known is not None and dispatch.describe(tensors[0].device) is known.facts:
                 return known
         options = self.check(tensors, options)
+        if (variant := self.variant(options)) is not self:
+            call = variant.prepared(tensors, options)
+            self._remember(key, call)
+            return call
         problem = self.problem(tensors, options)
         device = tensors[0].device
         plan = dispatch.dispatch(problem, device)
@@ -221,11 +231,16 @@ class Operation:
             # For subclasses and tensors of transforms autograd decides itself.
             call.wants_gradient = True
         elif self.may_be_repeated(options):
-            if len(_prepared) >= _PREPARED_LIMIT:
-                _prepared.clear()
-            _prepared[key] = call
             call.repeatable = True
+        self._remember(key, call)
         return call
+
+    def _remember(self, key: tuple[object, ...] | None, call: Prepared) -> None:
+        if key is None or not call.repeatable:
+            return
+        if len(_prepared) >= _PREPARED_LIMIT:
+            _prepared.clear()
+        _prepared[key] = call
 
     def problem_of(self, **arguments: Any) -> Call:
         """The planning problem of a call with these arguments by name, those left out at their defaults.

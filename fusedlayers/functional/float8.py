@@ -1,0 +1,162 @@
+"""Operands in 8 bits, and the weights that stay quantised between calls.
+
+Quantised weights are kept while the weight lives and does not change: its version counter and its address are compared
+at every use. Optimizers may write past the version counter (``parameter.data``, kernels of their own), so a step of any
+``torch.optim.Optimizer`` drops what is kept of trainable weights, too. Nothing is kept of a weight that was used in a
+CUDA graph, because a replay may change it unnoticed: graphs quantise weights themselves. Under an initialised process
+group nothing is kept at all, as sharded training refills the memory of a weight without telling.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.compiler import is_dynamo_compiling
+
+from ..kernels import gemm_epilogue as kernels
+from ..kernels.float8 import quantise_rows, quantise_transposed
+from ..kernels.hopper import Scaled
+from ..kernels.matmul.arithmetic import Arithmetic
+from ..kernels.tuning import EpiloguePipeline
+from .call import _is_capturing
+
+_IDENTITY = Arithmetic("identity", "coarse", "ieee")
+
+# By the id of a tensor that owns memory: a parameter, or what a view is a view of.
+_kept: dict[int, _Kept] = {}
+# Trainable tensors that were used in a CUDA graph.
+_in_graphs: dict[int, weakref.ref[Tensor]] = {}
+_watching = False
+# Whether a step of an optimizer was captured: each replay changes weights.
+_steps_in_graphs = False
+
+
+class _Kept:
+    """What was made of the parts of one tensor, while that tensor lives and does not change."""
+
+    __slots__ = ("address", "made", "owner", "trained", "version")
+
+    def __init__(self, owner: Tensor) -> None:
+        key = id(owner)
+        self.owner = weakref.ref(owner, lambda _: _kept.pop(key, None))
+        self.address, self.version, self.trained = owner.data_ptr(), owner._version, owner.requires_grad
+        self.made: dict[tuple[object, ...], tuple[Scaled, list[_Kept]]] = {}
+
+    def stands(self, owner: Tensor) -> bool:
+        """Whether it is still the same tensor, with the same values."""
+        return self.owner() is owner and self.address == owner.data_ptr() and self.version == owner._version
+
+
+def _kept_of(owner: Tensor) -> _Kept:
+    found = _kept.get(id(owner))
+    if found is None or not found.stands(owner):
+        found = _kept[id(owner)] = _Kept(owner)
+    return found
+
+
+def _from_weights(
+    kind: str, make: Callable[..., Scaled], weights: tuple[Tensor, ...], graph: bool, ready: dict[Any, Any]
+) -> Scaled:
+    """``make(*weights, ready=ready)``, or what an earlier call made of the same values; ``kind`` names what is made.
+
+    ``graph``: the call is, or will be, captured into a CUDA graph.
+    """
+    owners = [weight if weight._base is None else weight._base for weight in weights]
+    if not _may_keep(owners, graph):
+        return make(*weights, ready=ready)
+    kept = [_kept_of(owner) for owner in owners]
+    # Another stream would have to wait for the kernel that quantises.
+    stream = torch._C._cuda_getCurrentRawStream(weights[0].device.index) if weights[0].is_cuda else 0
+    parts = [
+        (id(owner), weight.storage_offset(), weight.shape, weight.stride(), weight.dtype)
+        for owner, weight in zip(owners, weights, strict=True)
+    ]
+    key = (kind, stream, *parts)
+    known = kept[0].made.get(key)
+    if known is not None and all(one is other for one, other in zip(known[1], kept, strict=True)):
+        return known[0]
+    made = make(*weights, ready=ready)
+    kept[0].made[key] = made, kept
+    return made
+
+
+def _may_keep(owners: list[Tensor], graph: bool) -> bool:
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_available() and distributed.is_initialized():
+        return False
+    trained = [owner for owner in owners if owner.requires_grad]
+    if trained:
+        _watch_optimizers()
+    if graph or (owners[0].is_cuda and _is_capturing()):
+        for owner in trained:
+            key = id(owner)
+            _in_graphs[key] = weakref.ref(owner, lambda _, key=key: _in_graphs.pop(key, None))
+            _kept.pop(key, None)
+        return False
+    if any(owner.is_inference() for owner in owners) or (trained and _steps_in_graphs):
+        return False
+    return not any(id(owner) in _in_graphs for owner in owners)
+
+
+def _watch_optimizers() -> None:
+    global _watching
+    if not _watching:
+        _watching = True
+        torch.optim.optimizer.register_optimizer_step_post_hook(_after_step)
+
+
+def _after_step(*_: Any) -> None:
+    """Drops what is kept of trainable weights. Compiled steps change version counters."""
+    if is_dynamo_compiling():
+        return
+    global _steps_in_graphs
+    if torch.cuda.is_available() and _is_capturing():
+        _steps_in_graphs = True
+    for key, kept in list(_kept.items()):
+        owner = kept.owner()
+        if owner is None or kept.trained or owner.requires_grad:
+            _kept.pop(key, None)
+
+
+def forget_weights() -> None:
+    """Drops all quantised weights, which are then made again: for weights that were changed past autograd."""
+    _kept.clear()
+
+
+def quantised_weight(weight: Tensor, graph: bool, ready: dict[Any, Any]) -> Scaled:
+    """The weight ``[N, K]`` with a scale for each row, any strides."""
+    return _from_weights("rows", _quantised_rows, (weight,), graph, ready)
+
+
+def _quantised_rows(weight: Tensor, ready: dict[Any, Any]) -> Scaled:
+    return quantise_rows(weight, ready=ready) if weight.stride(1) == 1 else quantise_transposed(weight.T, ready=ready)
+
+
+def quantised_transpose(weights: tuple[Tensor, ...], graph: bool, ready: dict[Any, Any]) -> Scaled:
+    """The transposes of one or two weights ``[N, K]`` side by side, with a scale for each of the K rows."""
+    return _from_weights("transposed", quantise_transposed, weights, graph, ready)
+
+
+def quantised(x: Tensor, ready: dict[Any, Any]) -> Scaled:
+    """x ``[M, K]`` with a scale for each row, any strides."""
+    return quantise_rows(x if x.stride(1) == 1 else x.contiguous(), ready=ready)
+
+
+def product(
+    left: Scaled, right: Scaled, bias: Tensor | None, pipeline: EpiloguePipeline, like: Tensor, ready: dict[Any, Any]
+) -> Tensor:
+    """``left rightᵀ + bias`` in the dtype of ``like``: left ``[M, K]``, right ``[N, K]`` -> ``[M, N]``."""
+    found, _, _ = kernels.scaled_hidden(
+        left, right, packed(bias), None, None, False, _IDENTITY, pipeline, like.dtype, ready=ready
+    )
+    return found
+
+
+def packed(bias: Tensor | None) -> Tensor | None:
+    """A bias as the kernels read it."""
+    return bias if bias is None or bias.stride(0) == 1 else bias.contiguous()
