@@ -1,8 +1,8 @@
 """8-bit values (e4m3) of a matrix and one float32 scale for each of its rows, or for each row of its transpose.
 
 A row ``x`` becomes ``values = x · (448 / m)`` and ``scale = m / 448``, with the row's absolute maximum m, so that
-``values · scale`` is close to ``x``: 448 is the largest number of e4m3. A row of zeros has the scale 1. A row that holds
-NaN or an infinity has the scale NaN or infinity and holds NaN itself, so that every product with it is NaN.
+``values · scale`` is close to ``x``: 448 is the largest number of e4m3. A row of zeros has the scale 1. A row that
+holds NaN or an infinity has the scale NaN or infinity and holds NaN itself, so that every product with it is NaN.
 
 Values are rounded to nearest even and saturate. They are written as integers of 8 bits: a conversion to e4m3 whose
 result changes its layout afterwards was miscompiled on Hopper (triton#11111).
@@ -180,9 +180,7 @@ def quantise_transposed(
     """
     rows, columns = x.shape
     given = [x] if other is None else [x, other]
-    found = Scaled(
-        x.new_empty(columns, rows * len(given), dtype=E4M3), x.new_empty(columns, dtype=torch.float32)
-    )
+    found = Scaled(x.new_empty(columns, rows * len(given), dtype=E4M3), x.new_empty(columns, dtype=torch.float32))
     bands = ceil_div(rows, _BAND_ROWS)
     partial = x.new_empty(len(given), bands, columns, dtype=torch.float32)
     for maxima, each in zip(partial, given, strict=True):

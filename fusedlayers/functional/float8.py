@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ..kernels import gemm_epilogue as kernels
 from ..kernels.float8 import quantise_rows, quantise_transposed
@@ -94,20 +95,24 @@ def _may_keep(owners: list[Tensor], graph: bool) -> bool:
         _watch_optimizers()
     if graph or (owners[0].is_cuda and _is_capturing()):
         for owner in trained:
-            key = id(owner)
-            _in_graphs[key] = weakref.ref(owner, lambda _, key=key: _in_graphs.pop(key, None))
-            _kept.pop(key, None)
+            _note_graph(owner)
         return False
     if any(owner.is_inference() for owner in owners) or (trained and _steps_in_graphs):
         return False
     return not any(id(owner) in _in_graphs for owner in owners)
 
 
+def _note_graph(owner: Tensor) -> None:
+    key = id(owner)
+    _in_graphs[key] = weakref.ref(owner, lambda _: _in_graphs.pop(key, None))
+    _kept.pop(key, None)
+
+
 def _watch_optimizers() -> None:
     global _watching
     if not _watching:
+        register_optimizer_step_post_hook(_after_step)
         _watching = True
-        torch.optim.optimizer.register_optimizer_step_post_hook(_after_step)
 
 
 def _after_step(*_: Any) -> None:

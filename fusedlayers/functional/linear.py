@@ -11,8 +11,6 @@ from torch import Tensor
 from .. import reference
 from ..kernels import split_k as kernels
 from ..kernels.activations import ACTIVATIONS, canonical_activation
-from ..kernels.column_sums import column_sums
-from ..kernels.tuning import COLUMN_SUM_TILES
 from ..planning import Float8LinearProblem, LinearPlan, LinearProblem, ProductPlan
 from ..planning.float8 import IN_16_BITS
 from .call import call_facts, traced, wants_gradient
@@ -198,7 +196,7 @@ class _Linear(Operation):
         (x, weight, _), [dy], plan = operands, upstream, call.plan
         if plan.padded_columns:
             return padded_gradients(x, weight, dy, wanted, plan.padded_columns)
-        dx = dw = db = None
+        dx = None
         if wanted[0]:
             product = plan.data_gradient
             dx = (
@@ -206,13 +204,15 @@ class _Linear(Operation):
                 if product is None
                 else _product("data gradient", call, dy, weight.T, None, product, "identity")
             )
-        if wanted[1] and plan.weight_gradient is not None:
-            dw, db = planned_weight_gradient(dy, x, plan.weight_gradient, call.ready)
-        elif wanted[1]:
-            dw, db = reference.weight_gradient(dy, x, bias=wanted[2])
-        elif wanted[2]:
-            db = dy.sum(0)
-        return dx, dw, db
+        return dx, *self._weight_gradients(call, dy, x, wanted)
+
+    def _weight_gradients(self, call: Prepared, dy: Tensor, x: Tensor, wanted: Sequence[bool]) -> Tensors:
+        """The wanted ones of dW and db, as planned."""
+        if wanted[1] and call.plan.weight_gradient is not None:
+            return planned_weight_gradient(dy, x, call.plan.weight_gradient, call.ready)
+        if wanted[1]:
+            return reference.weight_gradient(dy, x, bias=wanted[2])
+        return None, dy.sum(0) if wanted[2] else None
 
     def differentiable_gradients(
         self, call: Prepared, operands: Tensors, wanted: Sequence[bool], upstream: Tensors
@@ -316,16 +316,12 @@ class _Float8Linear(_Linear):
         self, call: Prepared, operands: Tensors, made: Tensors, wanted: Sequence[bool], upstream: Tensors
     ) -> Tensors:
         (x, weight, _), [dy], ready = operands, upstream, call.ready
-        dx = dw = db = None
+        dx = None
         if wanted[0]:
             right = quantised_transpose((weight,), call.problem.captured, ready)
             pipeline = call.plan.product_pipeline
             dx = product(quantised(dy, ready), right, None, pipeline, dy, ready.setdefault("data gradient", {}))
-        if wanted[1]:
-            dw = torch.mm(dy.t(), x)
-        if wanted[2]:
-            db = column_sums(dy, COLUMN_SUM_TILES, ready)
-        return dx, dw, db
+        return dx, *self._weight_gradients(call, dy, x, wanted)
 
 
 LINEAR = _Linear(linear)

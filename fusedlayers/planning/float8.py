@@ -12,6 +12,7 @@ from .call import Call, Decision, Facts, activation_accuracy, no_kernels
 from .devices import Device, floor_seconds
 from .gemm_gemm import Problem
 from .linear import LinearProblem
+from .weight_gradient import WeightGradientPlan
 
 IN_8_BITS, IN_16_BITS = "float8", "bf16"
 DTYPES = ("bfloat16", "float16")
@@ -51,7 +52,11 @@ class Float8Problem(Problem):
         """What of the call 8 bits cannot give, or None."""
         if self.recompute is True:
             return "products in 8 bits keep pre-activations, which recompute=True forbids"
-        if self.saved_limit is not None and self.training and self.kept_elements * self.element_bytes > self.saved_limit:
+        if (
+            self.saved_limit is not None
+            and self.training
+            and self.kept_elements * self.element_bytes > self.saved_limit
+        ):
             return "products in 8 bits keep more bytes than recompute= allows"
         return None
 
@@ -109,6 +114,7 @@ class Float8Plan(Decision):
     hidden_pipeline: EpiloguePipeline | None = None
     gradient_pipeline: EpiloguePipeline | None = None
     product_pipeline: EpiloguePipeline | None = None
+    weight_gradient: WeightGradientPlan | None = None  # of a linear layer; None: torch's products
     accuracy: str = "exact"  # of activations in kernels
 
     def runs(self) -> str:
@@ -140,7 +146,8 @@ def plan(problem: Any, device: Device, backend: str = "auto") -> Float8Plan:
     p, in_8_bits = problem, reason is None
     forward, backward = p.model_flops
     weights = p.needs_weight_gradient * forward
-    moved = p.plain.plan(device, "torch").bytes
+    plain = p.plain.plan(device, backend)
+    moved = plain.bytes
     options: dict[str, Any] = {}
     if in_8_bits:
         ffn = isinstance(p, Float8Problem)
@@ -148,6 +155,7 @@ def plan(problem: Any, device: Device, backend: str = "auto") -> Float8Plan:
             "hidden_pipeline": EPILOGUE_PIPELINES["scaled_hidden", p.gated] if ffn else None,
             "gradient_pipeline": EPILOGUE_PIPELINES["scaled_hidden_gradient", p.gated] if ffn and p.training else None,
             "product_pipeline": EPILOGUE_PIPELINES["scaled_hidden", False],
+            "weight_gradient": getattr(plain, "weight_gradient", None),
             "accuracy": activation_accuracy(p, device),
             "saved_bytes": p.kept_elements * p.element_bytes * p.training,
             "floor_seconds": floor_seconds(

@@ -28,7 +28,8 @@ def forward(call: Prepared, operands: Tensors, keep: bool) -> tuple[Tensor, Tens
     up, down, gate = (
         None if weight is None else quantised_weight(weight, graph, call.ready) for weight in (w_up, w_down, w_gate)
     )
-    assert up is not None and down is not None
+    assert up is not None
+    assert down is not None
     hidden, z, z_gate = kernels.scaled_hidden(
         quantised(rows(x), call.ready), up, packed(b_up), gate, packed(b_gate), keep, arithmetic,
         plan.hidden_pipeline, x.dtype, Dropout(seed, arithmetic.dropout_p), call.ready.setdefault("hidden", {}),
