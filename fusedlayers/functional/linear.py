@@ -285,12 +285,11 @@ class _Float8Linear(_Linear):
 
     problem_type = Float8LinearProblem
 
-    def prepared(self, tensors: Tensors, options: tuple[Any, ...]) -> Prepared:
-        call = super().prepared(tensors, options)
-        return LINEAR.prepared(tensors, (*options[:3], None)) if call.plan.path == IN_16_BITS else call
-
     def variant(self, options: tuple[Any, ...]) -> Operation:
         return self
+
+    def instead(self, plan: Any, options: tuple[Any, ...]) -> tuple[Operation, tuple[Any, ...]] | None:
+        return (LINEAR, (*options[:3], None)) if plan.path == IN_16_BITS else None
 
     def sees_through(self, call: Prepared) -> bool:
         return False

@@ -89,6 +89,10 @@ class Operation:
         """The operation that plans a call with these checked options: itself, unless it has variants."""
         return self
 
+    def instead(self, plan: Any, options: tuple[Any, ...]) -> tuple[Operation, tuple[Any, ...]] | None:
+        """The operation that runs a call with this plan, and the options that it takes; None: this one."""
+        return None
+
     def check(self, tensors: Tensors, options: tuple[Any, ...]) -> tuple[Any, ...]:
         """Raises an error that names the argument that is wrong; returns the options with canonical names."""
         raise NotImplementedError
@@ -223,6 +227,8 @@ class Operation:
         problem = self.problem(tensors, options)
         device = tensors[0].device
         plan = dispatch.dispatch(problem, device)
+        if (other := self.instead(plan, options)) is not None:
+            return other[0].prepared(tensors, other[1])
         facts, extras = dispatch.describe(device), self.extras(options)
         call = Prepared(self, options, problem, plan, facts, extras, tensors, key is None and observed())
         if device.type == "cuda":

@@ -48,6 +48,14 @@ class Float8Problem(Problem):
         return self.M * (self.K + (2 if self.gated else 1) * self.N)
 
     @property
+    def workspace_bytes(self) -> int:
+        """h, x and h in 8 bits; in the backward pass h and the gradients of the pre-activations, these and dy in 8."""
+        parts = 2 if self.gated else 1
+        forward = self.M * (self.N * self.element_bytes + self.K + self.N)
+        backward = self.M * (self.N * (self.element_bytes * (parts + 1) + parts) + self.O)
+        return backward if self.training else forward
+
+    @property
     def why_in_16_bits(self) -> str | None:
         """What of the call 8 bits cannot give, or None."""
         if self.recompute is True:
@@ -87,9 +95,9 @@ class Float8LinearProblem(LinearProblem):
         return self.K, self.N
 
     @property
-    def kept_elements(self) -> int:
-        """x, for the weight gradient; the weight is kept anyway."""
-        return self.M * self.K * self.needs_weight_gradient
+    def workspace_bytes(self) -> int:
+        """x or dy in 8 bits."""
+        return self.M * (max(self.K, self.N) if self.needs_data_gradient else self.K)
 
     @property
     def why_in_16_bits(self) -> str | None:
@@ -147,8 +155,7 @@ def plan(problem: Any, device: Device, backend: str = "auto") -> Float8Plan:
     forward, backward = p.model_flops
     weights = p.needs_weight_gradient * forward
     plain = p.plain.plan(device, backend)
-    moved = plain.bytes
-    options: dict[str, Any] = {}
+    options: dict[str, Any] = {"saved_bytes": plain.saved_bytes, "workspace_bytes": plain.workspace_bytes}
     if in_8_bits:
         ffn = isinstance(p, Float8Problem)
         options = {
@@ -157,20 +164,21 @@ def plan(problem: Any, device: Device, backend: str = "auto") -> Float8Plan:
             "product_pipeline": EPILOGUE_PIPELINES["scaled_hidden", False],
             "weight_gradient": getattr(plain, "weight_gradient", None),
             "accuracy": activation_accuracy(p, device),
-            "saved_bytes": p.kept_elements * p.element_bytes * p.training,
+            "saved_bytes": p.kept_elements * p.element_bytes * p.training if ffn else plain.saved_bytes,
+            "workspace_bytes": p.workspace_bytes,
             "floor_seconds": floor_seconds(
-                int(_RATE * (forward + backward - weights)) + weights, moved, p.dtype, device
+                int(_RATE * (forward + backward - weights)) + weights, plain.bytes, p.dtype, device
             ),
         }
     return Float8Plan(
         problem=p,
         path=IN_8_BITS if in_8_bits else IN_16_BITS,
-        reason="products of 8-bit operands take half the time" if in_8_bits else f"it runs in 16 bits: {reason}",
+        reason="products of 8-bit operands take half the time" if in_8_bits else str(reason),
         rejected=((IN_16_BITS, "the products are large enough to gain more than quantising takes"),)
         if in_8_bits
         else ((IN_8_BITS, str(reason)),),
-        flops=forward + backward,
-        bytes=moved,
+        flops=plain.flops if not in_8_bits else forward + backward,
+        bytes=plain.bytes,
         **options,
     )
 
@@ -186,17 +194,30 @@ def why_not(problem: Any, device: Device, backend: str = "auto") -> str | None:
         return f"products in 8 bits need a Hopper GPU and Triton's Gluon, not {device.architecture or device.kind}"
     if p.dtype not in DTYPES:
         return f"operands of {p.dtype} are not quantised: expected bfloat16 or float16"
-    if width := next((width for width in p.widths if width % MULTIPLE), 0):
-        return f"a width of {width} is no multiple of {MULTIPLE}"
+    if (reason := why_uneven(p.widths)) is not None:
+        return reason
     if (reason := p.why_in_16_bits) is not None:
         return str(reason)
     if backend == "triton":
         return None
     if device.left_to_torch:
         return device.left_to_torch
-    if min(p.widths) < LEAST_WIDTH:
-        return f"a width of {min(p.widths):,} is below {LEAST_WIDTH:,}, where quantising takes what 8 bits gain"
+    if (reason := why_narrow(p.widths)) is not None:
+        return reason
     flops = 2 * p.M * p.K * p.N
     if flops < LEAST_FLOPS:
         return f"the call is too small: a product of {flops:,} FLOPs, worth quantising from {LEAST_FLOPS:,} on"
     return None
+
+
+def why_uneven(widths: tuple[int, ...]) -> str | None:
+    """Why no call of a layer of these widths runs in 8 bits, or None."""
+    width = next((width for width in widths if width % MULTIPLE), None)
+    return None if width is None else f"a width of {width} is no multiple of {MULTIPLE}"
+
+
+def why_narrow(widths: tuple[int, ...]) -> str | None:
+    """Why auto mode runs no call of a layer of these widths in 8 bits, or None."""
+    if min(widths) >= LEAST_WIDTH:
+        return None
+    return f"a width of {min(widths):,} is below {LEAST_WIDTH:,}, where quantising takes what 8 bits gain"

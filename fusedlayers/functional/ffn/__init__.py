@@ -294,12 +294,11 @@ class _Float8FFN(_FFN):
 
     problem_type = Float8Problem
 
-    def prepared(self, tensors: Tensors, options: tuple[Any, ...]) -> Prepared:
-        call = super().prepared(tensors, options)
-        return FFN.prepared(tensors, (*options[:3], None)) if call.plan.path == IN_16_BITS else call
-
     def variant(self, options: tuple[Any, ...]) -> Operation:
         return self
+
+    def instead(self, plan: Any, options: tuple[Any, ...]) -> tuple[Operation, tuple[Any, ...]] | None:
+        return (FFN, (*options[:3], None)) if plan.path == IN_16_BITS else None
 
     def problem(self, tensors: Tensors, options: tuple[Any, ...]) -> Problem:
         return Float8Problem(**super().problem(tensors, options).__getstate__())
