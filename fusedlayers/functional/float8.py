@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -67,15 +67,16 @@ def _from_weights(
 
     ``graph``: the call is, or will be, captured into a CUDA graph.
     """
-    owners = [weight if weight._base is None else weight._base for weight in weights]
+    sources = [_source_of(weight) for weight in weights]
+    owners = [source if source._base is None else source._base for source in sources]
     if not _may_keep(owners, graph):
         return make(*weights, ready=ready)
     kept = [_kept_of(owner) for owner in owners]
     # Another stream would have to wait for the kernel that quantises.
     stream = torch._C._cuda_getCurrentRawStream(weights[0].device.index) if weights[0].is_cuda else 0
     parts = [
-        (id(owner), weight.storage_offset(), weight.shape, weight.stride(), weight.dtype)
-        for owner, weight in zip(owners, weights, strict=True)
+        (id(owner), source.storage_offset(), source.shape, source.stride(), weight.dtype)
+        for owner, source, weight in zip(owners, sources, weights, strict=True)
     ]
     key = (kind, stream, *parts)
     known = kept[0].made.get(key)
@@ -84,6 +85,19 @@ def _from_weights(
     made = make(*weights, ready=ready)
     kept[0].made[key] = made, kept
     return made
+
+
+def note_sources(weights: Sequence[Tensor | None], cast: Sequence[Tensor | None]) -> None:
+    """Notes on each weight that autocast has ``cast`` what it was cast from: that lives on, and changes seldom."""
+    for weight, other in zip(weights, cast, strict=True):
+        if weight is not None and other is not None and other is not weight and not weight.is_inference():
+            other._fused_source = weight, weight._version  # type: ignore[attr-defined]
+
+
+def _source_of(weight: Tensor) -> Tensor:
+    """What a weight was cast from, if that has not changed since; else itself."""
+    source, version = getattr(weight, "_fused_source", (None, 0))
+    return weight if source is None or source._version != version else source
 
 
 def _may_keep(owners: list[Tensor], graph: bool) -> bool:

@@ -15,7 +15,7 @@ from ..planning import Float8LinearProblem, LinearPlan, LinearProblem, ProductPl
 from ..planning.float8 import IN_16_BITS
 from .call import call_facts, traced, wants_gradient
 from .custom_ops import Result, Results
-from .float8 import product, quantised, quantised_transpose, quantised_weight
+from .float8 import note_sources, product, quantised, quantised_transpose, quantised_weight
 from .operands import (
     check_given,
     check_shape,
@@ -293,6 +293,11 @@ class _Float8Linear(_Linear):
 
     def sees_through(self, call: Prepared) -> bool:
         return False
+
+    def cast(self, call: Prepared, tensors: Tensors) -> Tensors:
+        found = super().cast(call, tensors)
+        note_sources(tensors[1:2], found[1:2])
+        return found
 
     def problem(self, tensors: Tensors, options: tuple[Any, ...]) -> LinearProblem:
         return Float8LinearProblem(**super().problem(tensors, options).__getstate__())

@@ -267,6 +267,43 @@ def test_under_autocast() -> None:
     assert torch.equal(y, ffn(low))
 
 
+def test_weights_under_autocast_are_quantised_once_until_they_change(made: Any) -> None:
+    """Those that autocast casts anew at every call are known by what they were cast from."""
+    given, dy = operands(True, torch.float32), torch.randn(M, O)
+    merged = torch.cat((given["w_gate"], given["w_up"])).detach().requires_grad_()
+    counts = []
+    for step in range(4):
+        gate, up = merged.unflatten(0, (2, -1)).unbind(0)
+        made.clear()
+        with torch.autocast("cpu", BFLOAT16):
+            y = ffn(given | {"w_up": up, "w_gate": gate})
+        torch.autograd.grad(y, [given["x"], merged], dy.to(BFLOAT16))
+        counts.append((made["rows"], made["transposed"]))
+        if step == 1:
+            with torch.no_grad():
+                merged.mul_(2)
+    assert counts == [(7, 2), (4, 0), (6, 1), (4, 0)]
+    with torch.autocast("cpu", BFLOAT16), torch.no_grad():
+        expected = ffn(given | {"w_up": up.clone(), "w_gate": gate.clone()})
+    assert torch.equal(y, expected)
+
+
+def test_a_weight_that_changes_between_both_passes_under_autocast() -> None:
+    """The backward pass reads what was cast before."""
+    given, dy = operands(False, torch.float32), torch.randn(M, O).to(BFLOAT16)
+    found = []
+    for change in (False, True):
+        with torch.autocast("cpu", BFLOAT16):
+            y = ffn(given)
+        before = given["w_up"].detach().clone()
+        with torch.no_grad():
+            given["w_up"].mul_(1 + change)
+        float8.quantised_transpose((given["w_up"].detach().to(BFLOAT16),), False, {})
+        found.append(torch.autograd.grad(y, [given["x"]], dy)[0])
+        given["w_up"].data = before
+    assert torch.equal(*found)
+
+
 def test_observed_calls_run_as_one_operation() -> None:
     """As selective checkpointing and compilers see them; with the same bits."""
     given, dy = operands(True), torch.randn(M, O)

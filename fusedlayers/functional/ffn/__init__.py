@@ -15,6 +15,7 @@ from ...planning import KERNEL_PATHS, Device, Float8Plan, Float8Problem, Plan, P
 from ...planning.float8 import IN_16_BITS
 from .. import dispatch
 from ..custom_ops import Result, Results
+from ..float8 import note_sources
 from ..last_call import at_places
 from ..operands import rows, with_leading_dims, without_autocast
 from ..operation import Operation, Tensors, formula
@@ -92,6 +93,7 @@ def ffn(
 _THROUGH_HIDDEN = (0, 1, 2, 3, 5, 6)
 _those_through_hidden = at_places(_THROUGH_HIDDEN)
 _B_UP, _B_DOWN, _B_GATE, _RESIDUAL = 3, 4, 6, 7
+_weights = at_places((1, 2, 5))
 _READ = (True, True, True, True, False, True, True, False, True)
 
 
@@ -302,6 +304,11 @@ class _Float8FFN(_FFN):
 
     def problem(self, tensors: Tensors, options: tuple[Any, ...]) -> Problem:
         return Float8Problem(**super().problem(tensors, options).__getstate__())
+
+    def cast(self, call: Prepared, tensors: Tensors) -> Tensors:
+        found = super().cast(call, tensors)
+        note_sources(_weights(tensors), _weights(found))
+        return found
 
     def facts(self, plan: Any, device: Device) -> list[tuple[str, str]]:
         found: Float8Plan = plan
