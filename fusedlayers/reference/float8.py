@@ -27,9 +27,11 @@ def quantised_rows(x: Tensor) -> Quantised:
     x = x.float()
     largest = x.abs().amax(1)
     bounded = torch.where(largest < SMALLEST, SMALLEST, largest)
-    scale = torch.where(largest == 0, torch.ones_like(bounded), bounded / LARGEST)
+    # Two tensors are divided exactly; on a GPU torch multiplies by the inverse of a number, or of what divides one.
+    limit = torch.full_like(bounded, LARGEST)
+    scale = torch.where(largest == 0, torch.ones_like(bounded), bounded / limit)
     # clamp keeps NaN.
-    return (x * (LARGEST / bounded)[:, None]).clamp(-LARGEST, LARGEST).to(E4M3), scale
+    return (x * (limit / bounded)[:, None]).clamp(-LARGEST, LARGEST).to(E4M3), scale
 
 
 def dequantised(operand: Quantised) -> Tensor:
