@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
+import torch
 from torch import nn
 
 from ..functional.linear import LINEAR
@@ -51,5 +52,7 @@ def linear_in_8_bits(
 
 
 def _said(operation: Operation, given: dict[str, Any], precision: str, on: Device | None) -> str:
-    reason = why_in_16_bits(operation, given, on)
-    return f"; {precision}" if reason is None else f"; in 16 bits: {reason}"
+    if (reason := why_in_16_bits(operation, given, on)) is not None:
+        return f"; in 16 bits: {reason}"
+    floats = next(iter(given.values())).dtype is torch.float32
+    return f"; {precision}{' under autocast' if floats else ''}"

@@ -168,13 +168,18 @@ def _planned(
 
 
 def why_in_16_bits(operation: Operation, given: dict[str, Any], on: Device | None) -> str | None:
-    """Why a training batch of a call that asks for 8 bits runs in 16, or None; ``given`` lacks x."""
+    """Why a training batch of a call that asks for 8 bits runs in 16, or None; ``given`` lacks x.
+
+    Of float32 weights: why it would do so under autocast.
+    """
     weight = next(iter(given.values()))
     with torch.enable_grad():
         x = torch.empty(TOKENS, weight.shape[1], dtype=weight.dtype, device="meta", requires_grad=True)
         tensors, options = operation.bound(x=x, **given)
         variant = operation.variant(options)
-        problem = variant.problem(tensors, options)
+        problem: Any = variant.problem(tensors, options)
+    if problem.dtype == "float32":
+        problem = replace(problem, dtype="bfloat16")
     plan = planning.plan(problem, on or _facts(problem, weight.device), backend())
     return None if variant.instead(plan, options) is None else str(plan.reason)
 

@@ -107,6 +107,17 @@ def test_where_nothing_runs_in_8_bits_the_report_says_so(model: Model, monkeypat
     assert "already fused, with precision='fp8'" in other["layers.0.mlp"]
 
 
+def test_float32_weights_run_in_8_bits_under_autocast(model: Model) -> None:
+    with in_8_bits():
+        report = fl.replace(model.float(), precision="fp8")
+        assert all(entry.reason.endswith("; fp8 under autocast") for entry in report.replaced)
+        given = tokens()
+        for entered, path in ((True, "float8"), (False, "torch")):
+            with decisions() as taken, torch.autocast("cpu", BFLOAT16, enabled=entered):
+                model(given)
+            assert {name.split()[-1] for name in taken} == {path} or not entered
+
+
 def test_rules_and_precision_together(model: Model) -> None:
     with in_8_bits():
         fl.replace(
