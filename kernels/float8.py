@@ -156,11 +156,9 @@ def quantise_rows(x: torch.Tensor, other: torch.Tensor | None = None, ready: dic
 def _prepare_rows(x: torch.Tensor, other: torch.Tensor | None) -> Launch:
     rows, columns = x.shape
     for name, each in {"x": x, "other": other}.items():
-        if each is not None and (each.stride(1) != 1 or each.element_size() != 2 or each.shape != x.shape):
-            raise ValueError(
-                f"{name} has shape {list(each.shape)}, strides {each.stride()} and dtype {each.dtype}: expected 16-bit "
-                f"numbers of shape {list(x.shape)}, contiguous in a row"
-            )
+        if each is not None and (each.stride(1) != 1 or each.shape != x.shape):
+            layout = f"shape {list(each.shape)} and strides {each.stride()}"
+            raise ValueError(f"{name} has {layout}: expected {list(x.shape)}, contiguous in a row")
     block = min(triton.next_power_of_2(columns), _LONGEST_BLOCK)
     at_once = max(1, _ELEMENTS // block)
     strides = x.stride(0), 0 if other is None else other.stride(0)

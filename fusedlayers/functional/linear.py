@@ -124,7 +124,8 @@ class _Linear(Operation):
 
     def check(self, tensors: Tensors, options: tuple[Any, ...]) -> tuple[Any, ...]:
         activation, split_k, reduction, precision = options
-        activation, precision = canonical_activation(activation), precision_word(precision)
+        activation = canonical_activation(activation)
+        precision = None if precision is None else precision_word(precision)
         x, weight, bias = tensors
         check_linear(x, weight, bias, split_k, reduction)
         return activation, split_k, reduction, precision

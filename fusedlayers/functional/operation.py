@@ -65,6 +65,7 @@ class Operation:
     def __init__(self, function: Callable[..., Any], variant: str = "") -> None:
         """``variant``: the name of another way to compute ``function``, which its operation alone leads to."""
         self.function, self.name = function, f"{variant}{function.__name__}"
+        self.is_variant = bool(variant)
         self._signature = inspect.signature(function)
         parameters = self._signature.parameters
         kinds = {Tensor, Tensor | None}
@@ -221,13 +222,11 @@ class Operation:
                 return known
         options = self.check(tensors, options)
         if (variant := self.variant(options)) is not self:
-            call = variant.prepared(tensors, options)
-            self._remember(key, call)
-            return call
+            return self._remembered(key, variant.prepared(tensors, options))
         problem = self.problem(tensors, options)
         device = tensors[0].device
         plan = dispatch.dispatch(problem, device)
-        if (other := self.instead(plan, options)) is not None:
+        if self.is_variant and (other := self.instead(plan, options)) is not None:
             return other[0].prepared(tensors, other[1])
         facts, extras = dispatch.describe(device), self.extras(options)
         call = Prepared(self, options, problem, plan, facts, extras, tensors, key is None and observed())
@@ -237,16 +236,17 @@ class Operation:
             # For subclasses and tensors of transforms autograd decides itself.
             call.wants_gradient = True
         elif self.may_be_repeated(options):
+            if len(_prepared) >= _PREPARED_LIMIT:
+                _prepared.clear()
+            _prepared[key] = call
             call.repeatable = True
-        self._remember(key, call)
         return call
 
-    def _remember(self, key: tuple[object, ...] | None, call: Prepared) -> None:
-        if key is None or not call.repeatable:
-            return
-        if len(_prepared) >= _PREPARED_LIMIT:
-            _prepared.clear()
-        _prepared[key] = call
+    def _remembered(self, key: tuple[object, ...] | None, call: Prepared) -> Prepared:
+        """The prepared call of a variant, which is found by this operation's key, too."""
+        if key is not None and call.repeatable:
+            _prepared[key] = call
+        return call
 
     def problem_of(self, **arguments: Any) -> Call:
         """The planning problem of a call with these arguments by name, those left out at their defaults.

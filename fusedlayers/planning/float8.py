@@ -15,7 +15,6 @@ from .linear import LinearProblem
 from .weight_gradient import WeightGradientPlan
 
 IN_8_BITS, IN_16_BITS = "float8", "bf16"
-DTYPES = ("bfloat16", "float16")
 # Rows of operands and results begin at multiples of 16 bytes.
 MULTIPLE = 16
 # Auto mode's limits: the narrowest layer, and the least FLOPs of one of its products. Quantising takes the time that
@@ -191,9 +190,9 @@ def why_not(problem: Any, device: Device, backend: str = "auto") -> str | None:
     if (reason := no_kernels(p, device)) is not None:
         return reason
     if device.backend == GENERIC:
-        return f"products in 8 bits need a Hopper GPU and Triton's Gluon, not {device.architecture or device.kind}"
-    if p.dtype not in DTYPES:
-        return f"operands of {p.dtype} are not quantised: expected bfloat16 or float16"
+        return "products in 8 bits are warp-specialised kernels, and these do not run here"
+    if not p.format.narrow:
+        return f"operands of {p.dtype} are not quantised: expected 16 bits"
     if (reason := why_uneven(p.widths)) is not None:
         return reason
     if (reason := p.why_in_16_bits) is not None:

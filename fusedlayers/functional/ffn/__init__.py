@@ -113,7 +113,8 @@ class _FFN(Operation):
         x, w_up, w_down, b_up, b_down, w_gate, b_gate, residual, seed = tensors
         activation, dropout_p, recompute, precision = options
         check_dropout_seed(x, seed)
-        activation, precision = canonical_activation(activation), precision_word(precision)
+        activation = canonical_activation(activation)
+        precision = None if precision is None else precision_word(precision)
         check_ffn(x, w_up, w_down, b_up, b_down, w_gate, b_gate, dropout_p, recompute, residual)
         return activation, dropout_p, recompute, precision
 
