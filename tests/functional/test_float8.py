@@ -18,6 +18,7 @@ from fusedlayers import reference
 from fusedlayers.closeness.noise import OF_LAYER, OF_PRODUCT, OF_WEIGHT_GRADIENT, sqnr
 from fusedlayers.functional import float8
 from fusedlayers.functional.dispatch import decisions
+from tests.functional.test_compiled import Recorded
 from tests.support.float8_twins import in_8_bits
 
 BFLOAT16 = torch.bfloat16
@@ -315,6 +316,23 @@ def test_observed_calls_run_as_one_operation() -> None:
         found = gradients(y, given, dy)
     assert counter.get_total_flops() == 3 * 2 * M * N * (2 * K + O)
     assert all(torch.equal(found[name], value) for name, value in expected.items())
+
+
+@pytest.mark.parametrize("name", ["ffn", "linear"])
+def test_opcheck(name: str) -> None:
+    given = operands(True)
+    with FlopCounterMode(display=False), Recorded() as recorded:
+        if name == "ffn":
+            y = ffn(given)
+        else:
+            y = fl.functional.linear(given["x"], given["w_up"], given["b_up"], precision="fp8")
+        y.float().square().sum().backward()
+    assert set(recorded.calls) == {f"float8_{name}_forward", f"float8_{name}_backward"}
+    for called, arguments in recorded.calls.values():
+        leaves = [t.detach().requires_grad_(t.requires_grad) if isinstance(t, Tensor) else t for t in arguments]
+        if called._opname.endswith("_backward"):
+            leaves[:3] = ([None if t is None else t.detach() for t in each] for each in leaves[:3])
+        torch.library.opcheck(called, tuple(leaves))
 
 
 def test_compiled() -> None:

@@ -362,3 +362,35 @@ def test_a_long_row_is_read_twice() -> None:
     expected = gradients(truth, exact, dy.double())
     for name, value in gradients(y, given, dy.to(BFLOAT16)).items():
         assert sqnr(value, expected[name]) >= (OF_LAYER if name == "x" else OF_WEIGHT_GRADIENT), name
+
+
+def test_a_model_of_transformers() -> None:
+    """Its FFNs and wide projections run in 8 bits, its loss and gradients stay close, and restore is exact."""
+    transformers = pytest.importorskip("transformers")
+    configuration = transformers.LlamaConfig(
+        hidden_size=1024, intermediate_size=2048, num_hidden_layers=2, num_attention_heads=8, num_key_value_heads=2,
+        vocab_size=2048,
+    )  # fmt: skip
+    model = transformers.LlamaForCausalLM(configuration).to(DEVICE, BFLOAT16)
+    tokens = torch.randint(2048, (2, 256), device=DEVICE)
+
+    def step() -> tuple[Tensor, list[Tensor]]:
+        loss = model(input_ids=tokens, labels=tokens).loss
+        return loss.detach(), list(torch.autograd.grad(loss, list(model.parameters())))
+
+    with torch.no_grad():
+        logits = model(input_ids=tokens).logits
+    loss, expected = step()
+    report = fl.replace(model, precision="fp8", norm=False, loss=False)
+    assert sum(entry.reason.endswith("; fp8") for entry in report.replaced) == 6
+    with decisions() as taken:
+        in_8_bits, found = step()
+    assert taken == {"ffn float8": 2, "linear float8": 4}
+    assert abs(float(in_8_bits / loss) - 1) < 0.01
+    noise = [sqnr(one, other) for one, other in zip(found, expected, strict=True)]
+    assert min(noise) >= 10, noise
+    with torch.no_grad():
+        assert sqnr(model(input_ids=tokens).logits, logits) >= OF_LAYER
+    fl.restore(model)
+    with torch.no_grad():
+        assert torch.equal(model(input_ids=tokens).logits, logits)
