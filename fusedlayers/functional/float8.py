@@ -1,10 +1,11 @@
-"""Operands in 8 bits, and the weights that stay quantised between calls.
+"""Operands in 8 bits, and the weights that stay quantised between the training calls of one step.
 
 Quantised weights are kept while the weight lives and does not change: its version counter and its address are compared
-at every use. Optimizers may write past the version counter (``parameter.data``, kernels of their own), so a step of any
-``torch.optim.Optimizer`` drops what is kept of trainable weights, too. Nothing is kept of a weight that was used in a
-CUDA graph, because a replay may change it unnoticed: graphs quantise weights themselves. Under an initialised process
-group nothing is kept at all, as sharded training refills the memory of a weight without telling.
+at every use. Not every change shows there: optimizers, adapters that are merged and averages of weights may write to
+``parameter.data``, or with kernels of their own. So all is dropped at every step of a ``torch.optim.Optimizer``, and
+calls without gradients neither read nor keep anything. CUDA graphs quantise weights themselves, and nothing is kept
+of a trainable weight that was used in one, because a replay may change it. Under an initialised process group nothing
+is kept at all, as sharded training refills the memory of a weight without telling.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from ..kernels.hopper import Scaled
 from ..kernels.matmul.arithmetic import Arithmetic
 from ..kernels.tuning import EpiloguePipeline
 from .call import _is_capturing
+from .prepared import Prepared
 
 _IDENTITY = Arithmetic("identity", "coarse", "ieee")
 
@@ -40,12 +42,13 @@ _steps_in_graphs = False
 class _Kept:
     """What was made of the parts of one tensor, while that tensor lives and does not change."""
 
-    __slots__ = ("address", "made", "owner", "trained", "version")
+    __slots__ = ("address", "made", "owner", "version")
 
     def __init__(self, owner: Tensor) -> None:
         key = id(owner)
         self.owner = weakref.ref(owner, lambda _: _kept.pop(key, None))
-        self.address, self.version, self.trained = owner.data_ptr(), owner._version, owner.requires_grad
+        self.address, self.version = owner.data_ptr(), owner._version
+        # With what is kept of further tensors that it was made of.
         self.made: dict[tuple[object, ...], tuple[Scaled, list[_Kept]]] = {}
 
     def stands(self, owner: Tensor) -> bool:
@@ -60,18 +63,13 @@ def _kept_of(owner: Tensor) -> _Kept:
     return found
 
 
-def _from_weights(
-    kind: str, make: Callable[..., Scaled], weights: tuple[Tensor, ...], graph: bool, ready: dict[Any, Any]
-) -> Scaled:
-    """``make(*weights, ready=ready)``, or what an earlier call made of the same values; ``kind`` names what is made.
-
-    ``graph``: the call is, or will be, captured into a CUDA graph.
-    """
+def _from_weights(kind: str, make: Callable[..., Scaled], weights: tuple[Tensor, ...], call: Prepared) -> Scaled:
+    """``make(*weights)``, or what an earlier call made of the same values; ``kind`` names what is made."""
     sources = [_source_of(weight) for weight in weights]
     owners = [source if source._base is None else source._base for source in sources]
-    if not _may_keep(owners, graph):
-        return make(*weights, ready=ready)
-    kept = [_kept_of(owner) for owner in owners]
+    if not _may_keep(owners, call.problem):
+        return make(*weights, ready=call.ready)
+    first, *others = [_kept_of(owner) for owner in owners]
     # Another stream would have to wait for the kernel that quantises.
     stream = torch._C._cuda_getCurrentRawStream(weights[0].device.index) if weights[0].is_cuda else 0
     parts = [
@@ -79,11 +77,11 @@ def _from_weights(
         for owner, source, weight in zip(owners, sources, weights, strict=True)
     ]
     key = (kind, stream, *parts)
-    known = kept[0].made.get(key)
-    if known is not None and all(one is other for one, other in zip(known[1], kept, strict=True)):
+    known = first.made.get(key)
+    if known is not None and all(one is other for one, other in zip(known[1], others, strict=True)):
         return known[0]
-    made = make(*weights, ready=ready)
-    kept[0].made[key] = made, kept
+    made = make(*weights, ready=call.ready)
+    first.made[key] = made, others
     return made
 
 
@@ -100,20 +98,20 @@ def _source_of(weight: Tensor) -> Tensor:
     return weight if source is None or source._version != version else source
 
 
-def _may_keep(owners: list[Tensor], graph: bool) -> bool:
+def _may_keep(owners: list[Tensor], problem: Any) -> bool:
     distributed = sys.modules.get("torch.distributed")
     if distributed is not None and distributed.is_available() and distributed.is_initialized():
         return False
-    trained = [owner for owner in owners if owner.requires_grad]
-    if trained:
-        _watch_optimizers()
-    if graph or (owners[0].is_cuda and _is_capturing()):
-        for owner in trained:
-            _note_graph(owner)
+    _watch_optimizers()
+    if problem.captured or (owners[0].is_cuda and _is_capturing()):
+        for owner in owners:
+            if owner.requires_grad:
+                _note_graph(owner)
         return False
-    if any(owner.is_inference() for owner in owners) or (trained and _steps_in_graphs):
+    if not problem.training or _steps_in_graphs:
         return False
-    return not any(id(owner) in _in_graphs for owner in owners)
+    # Inference tensors have no version, and what a call has just computed does not come again.
+    return not any(owner.is_inference() or not owner.is_leaf or id(owner) in _in_graphs for owner in owners)
 
 
 def _note_graph(owner: Tensor) -> None:
@@ -130,35 +128,32 @@ def _watch_optimizers() -> None:
 
 
 def _after_step(*_: Any) -> None:
-    """Drops what is kept of trainable weights. Compiled steps change version counters."""
+    """Drops what is kept. Compiled steps, which do not come here, change version counters."""
     if is_dynamo_compiling():
         return
     global _steps_in_graphs
     if torch.cuda.is_available() and _is_capturing():
         _steps_in_graphs = True
-    for key, kept in list(_kept.items()):
-        owner = kept.owner()
-        if owner is None or kept.trained or owner.requires_grad:
-            _kept.pop(key, None)
-
-
-def forget_weights() -> None:
-    """Drops all quantised weights, which are then made again: for weights that were changed past autograd."""
     _kept.clear()
 
 
-def quantised_weight(weight: Tensor, graph: bool, ready: dict[Any, Any]) -> Scaled:
+def forget_weights() -> None:
+    """Drops all quantised weights: for weights that were changed past their version counter, and no optimizer."""
+    _kept.clear()
+
+
+def quantised_weight(weight: Tensor, call: Prepared) -> Scaled:
     """The weight ``[N, K]`` with a scale for each row, any strides."""
-    return _from_weights("rows", _quantised_rows, (weight,), graph, ready)
+    return _from_weights("rows", _quantised_rows, (weight,), call)
 
 
 def _quantised_rows(weight: Tensor, ready: dict[Any, Any]) -> Scaled:
     return quantise_rows(weight, ready=ready) if weight.stride(1) == 1 else quantise_transposed(weight.T, ready=ready)
 
 
-def quantised_transpose(weights: tuple[Tensor, ...], graph: bool, ready: dict[Any, Any]) -> Scaled:
+def quantised_transpose(weights: tuple[Tensor, ...], call: Prepared) -> Scaled:
     """The transposes of one or two weights ``[N, K]`` side by side, with a scale for each of the K rows."""
-    return _from_weights("transposed", quantise_transposed, weights, graph, ready)
+    return _from_weights("transposed", quantise_transposed, weights, call)
 
 
 def quantised(x: Tensor, ready: dict[Any, Any]) -> Scaled:

@@ -312,7 +312,7 @@ class _Float8Linear(_Linear):
 
     def forward(self, call: Prepared, operands: Tensors, wanted: Sequence[bool]) -> tuple[Tensors, Tensors]:
         (x, weight, bias), ready = operands, call.ready
-        right = quantised_weight(weight, call.problem.captured, ready)
+        right = quantised_weight(weight, call)
         pipeline = call.plan.product_pipeline
         y = product(quantised(x, ready), right, bias, pipeline, x, ready.setdefault("forward", {}))
         return (y,), ()
@@ -323,7 +323,7 @@ class _Float8Linear(_Linear):
         (x, weight, _), [dy], ready = operands, upstream, call.ready
         dx = None
         if wanted[0]:
-            right = quantised_transpose((weight,), call.problem.captured, ready)
+            right = quantised_transpose((weight,), call)
             pipeline = call.plan.product_pipeline
             dx = product(quantised(dy, ready), right, None, pipeline, dy, ready.setdefault("data gradient", {}))
         return dx, *self._weight_gradients(call, dy, x, wanted)

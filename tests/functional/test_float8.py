@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import gc
+import weakref
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -178,11 +180,13 @@ def test_weights_are_quantised_once_until_they_change(made: Any) -> None:
                 given["w_gate"].mul_(2)
     # x, h, dy and dz, and the weights: up, gate and down in rows, down and (up, gate) transposed.
     assert counts == [(7, 2), (4, 0), (5, 1), (4, 0)]
-    kept = len(float8._kept)
-    assert kept == 3
+    assert len(float8._kept) == 3
+    one = weakref.ref(next(iter(float8._kept.values())).made.popitem()[1][0].values)
+    assert one() is None
+    gc.disable()
     del given
-    gc.collect()
     assert not float8._kept
+    gc.enable()
 
 
 def test_the_numbers_are_those_of_the_changed_weight() -> None:
@@ -217,20 +221,44 @@ def test_parts_of_one_weight_are_told_apart(made: Any) -> None:
     assert torch.equal(found, torch.cat((expected["w_gate"], expected["w_up"])))
 
 
+def test_nothing_is_kept_of_a_weight_that_was_just_computed(made: Any) -> None:
+    given = operands()
+    for _ in range(2):
+        ffn(given | {"w_up": given["w_up"] * 2})
+    assert made["rows"] == 2 + 1 + 4
+    assert len(float8._kept) == 1
+
+
 def test_nothing_is_kept_of_what_a_graph_used(made: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     given = {name: each.detach().requires_grad_(name == "w_up") for name, each in operands().items()}
-    ready: dict[Any, Any] = {}
-    float8.quantised_weight(given["w_up"], True, ready)
-    float8.quantised_weight(given["w_up"], False, ready)
-    float8.quantised_weight(given["w_up"], False, ready)
+    call: Any = SimpleNamespace(problem=SimpleNamespace(captured=False, training=True), ready={})
+    graph: Any = SimpleNamespace(problem=SimpleNamespace(captured=True, training=True), ready={})
+    for each in (graph, call, call):
+        float8.quantised_weight(given["w_up"], each)
     assert made["rows"] == 3
     # A frozen weight cannot change in a replay.
-    for graph in (True, False, False):
-        float8.quantised_weight(given["w_down"], graph, ready)
+    for each in (graph, call, call):
+        float8.quantised_weight(given["w_down"], each)
     assert made["rows"] == 5
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
-    float8.quantised_weight(given["w_down"], False, ready)
+    float8.quantised_weight(given["w_down"], call)
     assert made["rows"] == 6
+
+
+def test_calls_without_gradients_see_every_change(made: Any) -> None:
+    """Averages of weights and merged adapters are written past the version counter, and back, between two steps."""
+    given = operands()
+    trained = ffn(given)
+    with torch.no_grad():
+        kept = given["w_up"].data.clone()
+        given["w_up"].data.mul_(-1)
+        averaged = ffn(given)
+        given["w_up"].data.copy_(kept)
+        assert torch.equal(ffn(given), trained)
+    assert not torch.equal(averaged, trained)
+    made.clear()
+    assert torch.equal(ffn(given), trained)
+    assert made["rows"] == 2
 
 
 def test_checkpoint_gives_the_same_bits() -> None:

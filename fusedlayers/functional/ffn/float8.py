@@ -24,10 +24,8 @@ from .epilogue import Gradients, hidden_again, weight_gradient
 def forward(call: Prepared, operands: Tensors, keep: bool) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """y ``[M, O]``, and with ``keep`` the pre-activations z and z_gate ``[M, N]``."""
     x, w_up, w_down, b_up, b_down, w_gate, b_gate, residual, seed = operands
-    plan, arithmetic, graph = call.plan, call.details, call.problem.captured
-    up, down, gate = (
-        None if weight is None else quantised_weight(weight, graph, call.ready) for weight in (w_up, w_down, w_gate)
-    )
+    plan, arithmetic = call.plan, call.details
+    up, down, gate = (None if weight is None else quantised_weight(weight, call) for weight in (w_up, w_down, w_gate))
     assert up is not None
     assert down is not None
     hidden, z, z_gate = kernels.scaled_hidden(
@@ -51,14 +49,14 @@ def gradients(
     x, w_up, w_down, _, _, w_gate, _, _, seed = operands
     x, (z, z_gate) = rows(x), pre_activations
     dx, dw_up, db_up, dw_gate, db_gate = (wanted[position] for position in (0, 1, 3, 5, 6))
-    plan, arithmetic, ready, graph = call.plan, call.details, call.ready, call.problem.captured
+    plan, arithmetic, ready = call.plan, call.details, call.ready
     dropout = Dropout(seed, arithmetic.dropout_p)
     results: Gradients = [None] * 7
     if not (dx or dw_up or db_up or dw_gate or db_gate):
         results[2] = weight_gradient(dy, hidden_again(z, z_gate, arithmetic.activation, dropout))
         return results
     dz, dz_gate, hidden = kernels.scaled_hidden_gradient(
-        quantised(dy, ready), quantised_transpose((w_down,), graph, ready), z, z_gate, wanted[2], arithmetic,
+        quantised(dy, ready), quantised_transpose((w_down,), call), z, z_gate, wanted[2], arithmetic,
         plan.gradient_pipeline, dropout, ready.setdefault("gradient", {}),
     )  # fmt: skip
     if hidden is not None:
@@ -76,6 +74,6 @@ def gradients(
     if dx:
         weights = (w_up,) if w_gate is None else (w_up, w_gate)
         both = quantise_rows(dz, dz_gate, ready)
-        right = quantised_transpose(weights, graph, ready)
+        right = quantised_transpose(weights, call)
         results[0] = product(both, right, None, plan.product_pipeline, x, ready.setdefault("data gradient", {}))
     return results
