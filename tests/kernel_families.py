@@ -127,7 +127,10 @@ TESTS: dict[str, tuple[str, ...]] = {
     # What kernels share.
     "activations": ("kernels/activations", "replacing/activations", "functional/ffn", "functional/gemm_gemm"),
     "column_sums": ("kernels/column_sums", "functional/weight_gradient", "kernels/prepared_launches"),
-    "float8": ("kernels/float8_kernels", "functional/float8"),
+    "float8": (
+        *("kernels/float8_kernels", "functional/float8", "modules/float8_modules", "replacing/float8_replaced"),
+        "verifying/verifying_float8",
+    ),
     "dropout": _DROPOUT,
     "partials": ("functional/ffn", "functional/linear", "functional/weight_gradient"),
     "tiles": ("functional/ffn", "functional/gemm_gemm", "functional/linear", "functional/weight_gradient"),

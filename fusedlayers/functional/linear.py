@@ -205,7 +205,8 @@ class _Linear(Operation):
                 if product is None
                 else _product("data gradient", call, dy, weight.T, None, product, "identity")
             )
-        return dx, *self._weight_gradients(call, dy, x, wanted)
+        dw, db = self._weight_gradients(call, dy, x, wanted)
+        return dx, dw, db
 
     def _weight_gradients(self, call: Prepared, dy: Tensor, x: Tensor, wanted: Sequence[bool]) -> Tensors:
         """The wanted ones of dW and db, as planned."""
