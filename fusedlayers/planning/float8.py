@@ -17,9 +17,9 @@ from .weight_gradient import WeightGradientPlan
 IN_8_BITS, IN_16_BITS = "float8", "bf16"
 # Rows of operands and results begin at multiples of 16 bytes.
 MULTIPLE = 16
-# Auto mode's limits: the narrowest layer, and the least FLOPs of one of its products. Quantising takes the time that
-# narrower products gain, and smaller ones take less time than their launches.
-LEAST_WIDTH, LEAST_FLOPS = 1024, 2**35
+# Auto mode's limits: the narrowest layer, and the least FLOPs of one of its products, launched one by one and inside a
+# CUDA graph. Quantising takes the time that narrower products gain, and smaller ones take less time than their launches.
+LEAST_WIDTH, LEAST_FLOPS = 1024, (2**37, 2**35)
 # The FLOPs of one 16-bit instruction for those of an 8-bit one.
 _RATE = 0.5
 
@@ -203,9 +203,10 @@ def why_not(problem: Any, device: Device, backend: str = "auto") -> str | None:
         return device.left_to_torch
     if (reason := why_narrow(p.widths)) is not None:
         return reason
-    flops = 2 * p.M * p.K * p.N
-    if flops < LEAST_FLOPS:
-        return f"the call is too small: a product of {flops:,} FLOPs, worth quantising from {LEAST_FLOPS:,} on"
+    flops, least = 2 * p.M * p.K * p.N, LEAST_FLOPS[p.captured]
+    if flops < least:
+        bound = "inside a CUDA graph" if p.captured else "launched one by one"
+        return f"the call is too small: {flops:,} FLOPs in a product, worth quantising from {least:,} on when {bound}"
     return None
 
 

@@ -20,7 +20,7 @@ from fusedlayers.planning import float8 as planning
 from fusedlayers.reference import float8 as reference
 
 # Widths of auto mode here; a product of so many FLOPs is not too small.
-LEAST_WIDTH, LEAST_FLOPS = 32, 2**15
+LEAST_WIDTH, LEAST_FLOPS = 32, (2**15, 2**15)
 HOPPER = {"kind": "cuda", "name": "H100", "architecture": "sm_90", "sms": 132, "triton": True, "backend": "sm90"}
 
 
