@@ -18,7 +18,7 @@ IN_8_BITS, IN_16_BITS = "float8", "bf16"
 # Rows of operands and results begin at multiples of 16 bytes.
 MULTIPLE = 16
 # Auto mode's limits: the narrowest layer, and the least FLOPs of one of its products, launched one by one and inside a
-# CUDA graph. Quantising takes the time that narrower products gain, and smaller ones take less time than their launches.
+# CUDA graph. Quantising takes the time that narrower products gain, and smaller ones take less than their launches.
 LEAST_WIDTH, LEAST_FLOPS = 1024, (2**37, 2**35)
 # The FLOPs of one 16-bit instruction for those of an 8-bit one.
 _RATE = 0.5
