@@ -201,6 +201,8 @@ def why_not(problem: Any, device: Device, backend: str = "auto") -> str | None:
         return None
     if device.left_to_torch:
         return device.left_to_torch
+    if device.release_note:
+        return f"the self-test of an unknown release of Triton has no products in 8 bits: {device.release_note}"
     if (reason := why_narrow(p.widths)) is not None:
         return reason
     flops, least = 2 * p.M * p.K * p.N, LEAST_FLOPS[p.captured]

@@ -50,6 +50,7 @@ def test_wide_calls_on_an_h100(make: Any) -> None:
         ({}, GENERIC, "triton", "warp-specialised"),
         ({}, NOT_TRITON, "auto", "Triton is not installed"),
         ({}, replace(H100, left_to_torch="an unknown release"), "auto", "an unknown release"),
+        ({}, replace(H100, release_note="Triton 9"), "auto", "no products in 8 bits: Triton 9"),
         ({"dtype": "float32"}, H100, "triton", "operands of float32"),
         ({"subclass": "DTensor"}, H100, "triton", "DTensor"),
         ({"M": 0}, H100, "triton", "nothing to compute"),
