@@ -173,6 +173,8 @@ class Patterns:
             return f"already fused, with precision={module.fused_precision!r}; restore it first to change that"
         if isinstance(module, FusedBlock) and (reason := module.why_fused_class_changed()):
             return f"already fused, but calls its own forward: {reason}"
+        if isinstance(module, FusedFFN) and self.precision not in (None, module.precision):
+            return f"already fused, with precision={module.precision!r}, an attribute of it"
         if isinstance(module, (FusedBlock, FusedFFN)):
             return "already fused"
         found = self._recognised(module)

@@ -118,6 +118,14 @@ def test_float32_weights_run_in_8_bits_under_autocast(model: Model) -> None:
             assert {name.split()[-1] for name in taken} == {path} or not entered
 
 
+def test_blocks_of_this_library_have_their_own_precision() -> None:
+    model = nn.Sequential(fl.FusedFFN(WIDTH, 128), nn.Sequential(nn.Linear(WIDTH, WIDTH)))
+    with in_8_bits():
+        report = fl.replace(model, precision="fp8")
+    assert [entry.path for entry in report.replaced] == ["1.0"]
+    assert {entry.reason for entry in report.skipped} == {"already fused, with precision=None, an attribute of it"}
+
+
 def test_rules_and_precision_together(model: Model) -> None:
     with in_8_bits():
         fl.replace(
