@@ -310,8 +310,8 @@ def test_what_stays_in_16_bits() -> None:
 
 @pytest.mark.parametrize("rows", [16_384, 64])
 def test_auto_mode_takes_8_bits_for_large_calls_alone(rows: int) -> None:
-    block = fl.FusedFFN(2048, 2048, device=DEVICE, dtype=BFLOAT16, precision="fp8")
-    linear = fl.SplitKLinear(2048, 2048, device=DEVICE, dtype=BFLOAT16, precision="fp8")
+    block = fl.FusedFFN(2048, 8192, device=DEVICE, dtype=BFLOAT16, precision="fp8")
+    linear = fl.SplitKLinear(2048, 8192, device=DEVICE, dtype=BFLOAT16, precision="fp8")
     x = torch.randn(rows, 2048, device=DEVICE, dtype=BFLOAT16)
     with switched({"FUSEDLAYERS_BACKEND": "auto"}):
         for _ in range(4):
