@@ -9,6 +9,7 @@ if not Path(__file__).with_name("kernels").is_dir():
 
 from . import functional
 from .explaining import explain
+from .functional.precision import Float8
 from .modules import FusedFFN, FusedMoE, LinearCrossEntropyLoss, MaxSim, SplitKLinear
 from .replacing import FFNRule, LinearRule, register_experts, replace, restore
 from .verifying import verify
@@ -20,6 +21,7 @@ __version__ = "0.2.0"
 
 __all__ = [
     "FFNRule",
+    "Float8",
     "FusedFFN",
     "FusedMoE",
     "LinearCrossEntropyLoss",

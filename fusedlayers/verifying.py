@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path, tree_unflatten
 
 from .closeness import MAX_ERROR_LIMIT, RMS_LIMIT, TILE, Closeness, Evidence, compare, compare_all, red
+from .closeness.noise import OF_LAYER, OF_WEIGHT_GRADIENT, judged_by_noise
 from .functional.dispatch import decisions
 from .functional.operation import OPERATIONS, Operation, operation_of
 from .functional.switches import switched
@@ -80,6 +81,9 @@ class Verification:
         if self._torch_alone:
             ran += "\n  This call runs torch's own operations, so nothing of this library's kernels was proven."
         note = "  * torch's error, or that of one rounding in the dtype where torch's is less"
+        if _in_8_bits(self.paths):
+            note += f"\n  Products ran in 8 bits, so tensors are judged by an SQNR of {OF_LAYER:g} dB"
+            note += f", gradients of parameters by {OF_WEIGHT_GRADIENT:g}."
         return "\n".join([title, ran, *(f"  {line.rstrip()}" for line in lines), note, *faults])
 
     __repr__ = __str__
@@ -97,7 +101,8 @@ def verify(target: nn.Module | Callable[..., Any], /, *inputs: Any, **options: A
     Both are judged by the same computation in float64: see :mod:`fusedlayers.closeness`. The gradients are those of
     every parameter that requires one, of every floating-point tensor in ``inputs``, and of those in ``options`` that
     require one, for a random upstream gradient; one that fails is judged again over seven others, as torch's error
-    in a tile may have been small by chance. Autocast applies to both where it is on. Nothing of ``target`` and of
+    in a tile may have been small by chance. Autocast applies to both where it is on. Where products ran in
+    8 bits, results are judged by their ratio of signal to noise, beside float64 alone. Nothing of ``target`` and of
     the tensors changes: not a parameter, a ``.grad``, a buffer, the training flag, or a random generator. Code of the
     module that insists on float32 (norms, rotary embeddings) does so in the reference, too.
 
@@ -176,8 +181,10 @@ def verify(target: nn.Module | Callable[..., Any], /, *inputs: Any, **options: A
             verdicts = [red(key, reason) for key, tensor in theirs.items() if tensor is not None]
         else:
             found = compare_all(ours, theirs, truth, computed_in=dtype)
+            if _in_8_bits(paths):
+                found = {key: _by_noise(verdict, ours[key], truth[key]) for key, verdict in found.items()}
             judged = {key: _judged(verdict, theirs[key], truth[key], dtype) for key, verdict in found.items()}
-            doubtful = [key for key, verdict in judged.items() if _perhaps_unlucky(verdict)]
+            doubtful = [key for key, verdict in judged.items() if _perhaps_unlucky(verdict) and not _in_8_bits(paths)]
             first, again = ({key: Evidence(key, dtype) for key in doubtful} for _ in range(2))
             for draw in range(1 + _AGAIN if doubtful else 0):
                 if draw:
@@ -210,6 +217,17 @@ def _why_apart(
                 "not compute the same (random numbers of their own?), so torch's error is no yardstick"
             )
     return None
+
+
+def _in_8_bits(paths: Mapping[str, int]) -> bool:
+    return any(name.endswith(" float8") for name in paths)
+
+
+def _by_noise(verdict: Closeness, ours: Tensor | None, truth: Tensor | None) -> Closeness:
+    """The verdict on a result of products in 8 bits."""
+    if ours is None or truth is None or ours.shape != truth.shape:
+        return verdict
+    return judged_by_noise(verdict, ours, truth, OF_WEIGHT_GRADIENT if verdict.name.startswith("d ") else OF_LAYER)
 
 
 def _perhaps_unlucky(verdict: Closeness) -> bool:

@@ -127,6 +127,10 @@ TESTS: dict[str, tuple[str, ...]] = {
     # What kernels share.
     "activations": ("kernels/activations", "replacing/activations", "functional/ffn", "functional/gemm_gemm"),
     "column_sums": ("kernels/column_sums", "functional/weight_gradient", "kernels/prepared_launches"),
+    "float8": (
+        *("kernels/float8_kernels", "functional/float8", "modules/float8_modules", "replacing/float8_replaced"),
+        *("verifying/verifying_float8", "planning/float8_plans"),
+    ),
     "dropout": _DROPOUT,
     "partials": ("functional/ffn", "functional/linear", "functional/weight_gradient"),
     "tiles": ("functional/ffn", "functional/gemm_gemm", "functional/linear", "functional/weight_gradient"),
@@ -175,6 +179,7 @@ GPU_TESTS: dict[str, tuple[str, ...]] = {
     "moe_ffn": ("moe_ffn_gpu", "grouped_gemm_gpu", "model_experts_gpu"),
     "activations": ("ffn_gpu",),
     "column_sums": ("weight_gradient_gpu",),
+    "float8": ("float8_gpu",),
     "dropout": ("ffn_gpu", "ffn_epilogue_gpu"),
     "partials": ("ffn_gpu", "linear_gpu", "weight_gradient_gpu"),
     "tiles": ("ffn_gpu", "gemm_gemm_gpu", "linear_gpu"),

@@ -6,13 +6,13 @@ from typing import Any, Literal, cast, overload
 import torch
 from torch import Tensor, nn
 
-from .. import functional
+from .. import functional, planning
 from ..devices import describe
 from ..functional.dispatch import dispatch, plan_on_card
 from ..functional.operation import Operation, operation_of
-from ..planning import Device, card
+from ..planning import Device
 from ..replacing.heads import FusedLossHead
-from .explanation import BlockExplanation, Explanation, ModelExplanation, explanation_of, problem_on
+from .explanation import BlockExplanation, Explanation, ModelExplanation, explanation_of, in_16_bits, problem_on
 from .models import calls_of_model, is_model
 
 __all__ = ["BlockExplanation", "Explanation", "ModelExplanation", "explain"]
@@ -81,7 +81,7 @@ def explain(
         TypeError: ``target`` is none of these, or a model was given no tensor.
         ValueError: ``on`` is not the name of a known GPU.
     """
-    facts = None if on is None else card(on)
+    facts = None if on is None else planning.card(on)
     if is_model(target):
         model = _model(cast(nn.Module, target), inputs, options, facts)
         return model.details if details else model
@@ -119,6 +119,7 @@ def _call(
     facts: Device | None,
 ) -> Explanation:
     """The explanation of a checked call whose tensors are on ``device``, or on a GPU with these ``facts``."""
+    operation, card = operation.variant(options), facts
     problem = operation.problem(tensors, options)
     if facts is not None:
         plan = plan_on_card(problem_on(problem, facts), facts)
@@ -126,6 +127,8 @@ def _call(
         # Described anew, because dispatch may have tested an unknown release of Triton.
         plan = dispatch(problem_on(problem, describe(device)), device)
         facts = describe(device)
+    if (other := operation.instead(plan, options)) is not None:
+        return in_16_bits(_call(other[0], tensors, other[1], device, card), plan.reason)
     return explanation_of(operation, plan, facts, tensors, options)
 
 

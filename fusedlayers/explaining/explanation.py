@@ -123,6 +123,14 @@ def explanation_of(
     )
 
 
+def in_16_bits(found: Explanation, reason: str) -> Explanation:
+    """The explanation of a call in 16 bits that was to run in 8, with the ``reason`` why it does not."""
+    summary, *rest = found.lines
+    row = "  precision  " + reason
+    text = summary.replace("Runs ", f"Runs in 16 bits ({reason}), ", 1)
+    return replace(found, lines=(text, *rest), details=f"{found.details}\n{row}")
+
+
 def problem_on(problem: Any, facts: Device) -> Any:
     """The problem of tensors that are on another device, for a device with these facts: on a GPU float32 may run in
     TF32."""

@@ -104,10 +104,9 @@ class _Calls:
 
     def of_pieces(self, pieces: FFNPieces) -> BlockCall:
         weight = linear_weight(pieces.up)
-        arguments = pieces.arguments(
-            self.input(weight.shape[1], weight),
-            recompute=self.module.fused_recompute,  # type: ignore[arg-type]
-        )
+        block: Any = self.module
+        x = self.input(weight.shape[1], weight)
+        arguments = pieces.arguments(x, None, block.fused_recompute, block.fused_precision)
         return self.call(pieces.operation.function, arguments)
 
     def of_experts(self) -> tuple[Tensor, Tensor, Tensor]:

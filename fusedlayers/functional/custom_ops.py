@@ -32,6 +32,7 @@ from . import dispatch
 from .autograd import DirectCalls
 from .call import with_known_sizes
 from .last_call import alike
+from .precision import Float8
 from .switches import backend, strict, switches
 
 _LIBRARY = torch.library.Library("fusedlayers", "DEF")
@@ -39,6 +40,7 @@ _SOURCES = stamp()
 _SCHEMA_TYPES = {
     Tensor: "Tensor", Tensor | None: "Tensor?", str: "str", str | None: "str?", bool | str: "str", int | str: "str",
     bool | int | str: "str", bool: "bool", int: "int", int | None: "int?", float: "float", float | None: "float?",
+    str | Float8 | None: "str?",
 }  # fmt: skip
 # Types of arguments that the schema passes as str -> how to read them back.
 _WORDS: dict[Any, Callable[[str], bool | int | str]] = {

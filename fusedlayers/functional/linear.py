@@ -11,9 +11,11 @@ from torch import Tensor
 from .. import reference
 from ..kernels import split_k as kernels
 from ..kernels.activations import ACTIVATIONS, canonical_activation
-from ..planning import LinearPlan, LinearProblem, ProductPlan
+from ..planning import Float8LinearProblem, LinearPlan, LinearProblem, ProductPlan
+from ..planning.float8 import IN_16_BITS
 from .call import call_facts, traced, wants_gradient
 from .custom_ops import Result, Results
+from .float8 import note_sources, product, quantised, quantised_transpose, quantised_weight
 from .operands import (
     check_given,
     check_shape,
@@ -24,6 +26,7 @@ from .operands import (
     without_autocast,
 )
 from .operation import Operation, Tensors, formula
+from .precision import Float8, precision_word
 from .prepared import Prepared
 from .weight_gradient import planned_weight_gradient
 
@@ -38,6 +41,7 @@ def linear(
     activation: str | None = None,
     split_k: int | str = "auto",
     reduction: str = "workspace",
+    precision: str | Float8 | None = None,
 ) -> Tensor:
     """``act(x Wᵀ + b)``; the inner axis is split where few rows and columns would leave most of a GPU idle.
 
@@ -55,6 +59,8 @@ def linear(
             fewer: no range is empty, and the partial sums stay within 128 MiB.
         reduction: "workspace" keeps the partial sums apart and adds them in a fixed order: the same bits every time.
             "atomic" asks for kernels that add them up in memory, in float32 but in no fixed order.
+        precision: None, or "fp8" or a :class:`fusedlayers.Float8`: the product and the data gradient run in 8 bits
+            where they can and where that is faster, else as with None; ``explain`` says which.
 
     Returns:
         ``[*B, M, N]`` in the dtype of x (under autocast: in autocast's dtype). float16, bfloat16 and float32 can run in
@@ -62,12 +68,12 @@ def linear(
 
     Raises:
         TypeError: an argument of the wrong type, a dtype that is not real floating or differs from that of x.
-        ValueError: shapes that do not fit together, tensors on different devices, an unknown activation or
-            ``reduction``, a ``split_k`` below 1.
+        ValueError: shapes that do not fit together, tensors on different devices, an unknown activation,
+            ``reduction`` or ``precision``, a ``split_k`` below 1.
         RuntimeError: ``reduction="atomic"`` under ``torch.use_deterministic_algorithms(True)``, or
             ``FUSEDLAYERS_BACKEND=triton`` or ``FUSEDLAYERS_STRICT=1`` where the kernels cannot run.
     """
-    return LINEAR(x, weight, bias, activation, split_k, reduction)
+    return LINEAR(x, weight, bias, activation, split_k, reduction, precision_word(precision))
 
 
 def check_linear(x: Tensor, weight: Tensor, bias: Tensor | None, split_k: int | str, reduction: str) -> None:
@@ -117,18 +123,22 @@ class _Linear(Operation):
     row_operands = ("x",)
 
     def check(self, tensors: Tensors, options: tuple[Any, ...]) -> tuple[Any, ...]:
-        activation, split_k, reduction = options
+        activation, split_k, reduction, precision = options
         activation = canonical_activation(activation)
+        precision = None if precision is None else precision_word(precision)
         x, weight, bias = tensors
         check_linear(x, weight, bias, split_k, reduction)
-        return activation, split_k, reduction
+        return activation, split_k, reduction, precision
+
+    def variant(self, options: tuple[Any, ...]) -> Operation:
+        return self if options[3] is None else FLOAT8_LINEAR
 
     def may_be_repeated(self, options: tuple[Any, ...]) -> bool:
         # torch.use_deterministic_algorithms, which forbids atomic addition, may change between calls.
         return options[2] != "atomic"
 
     def problem(self, tensors: Tensors, options: tuple[Any, ...]) -> LinearProblem:
-        (x, weight, bias), (activation, split_k, reduction) = tensors, options
+        (x, weight, bias), (activation, split_k, reduction, _) = tensors, options
         return LinearProblem(
             M=math.prod(x.shape[:-1]),
             N=weight.shape[0],
@@ -187,7 +197,7 @@ class _Linear(Operation):
         (x, weight, _), [dy], plan = operands, upstream, call.plan
         if plan.padded_columns:
             return padded_gradients(x, weight, dy, wanted, plan.padded_columns)
-        dx = dw = db = None
+        dx = None
         if wanted[0]:
             product = plan.data_gradient
             dx = (
@@ -195,13 +205,16 @@ class _Linear(Operation):
                 if product is None
                 else _product("data gradient", call, dy, weight.T, None, product, "identity")
             )
-        if wanted[1] and plan.weight_gradient is not None:
-            dw, db = planned_weight_gradient(dy, x, plan.weight_gradient, call.ready)
-        elif wanted[1]:
-            dw, db = reference.weight_gradient(dy, x, bias=wanted[2])
-        elif wanted[2]:
-            db = dy.sum(0)
+        dw, db = self._weight_gradients(call, dy, x, wanted)
         return dx, dw, db
+
+    def _weight_gradients(self, call: Prepared, dy: Tensor, x: Tensor, wanted: Sequence[bool]) -> Tensors:
+        """The wanted ones of dW and db, as planned."""
+        if wanted[1] and call.plan.weight_gradient is not None:
+            return planned_weight_gradient(dy, x, call.plan.weight_gradient, call.ready)
+        if wanted[1]:
+            return reference.weight_gradient(dy, x, bias=wanted[2])
+        return None, dy.sum(0) if wanted[2] else None
 
     def differentiable_gradients(
         self, call: Prepared, operands: Tensors, wanted: Sequence[bool], upstream: Tensors
@@ -266,4 +279,56 @@ def _product(
     )
 
 
+class _Float8Linear(_Linear):
+    """The linear layer in 8 bits, or where that is not possible or not faster, the linear layer itself.
+
+    The activation is torch's own with and without gradients, so that both have the same value.
+    """
+
+    problem_type = Float8LinearProblem
+
+    def variant(self, options: tuple[Any, ...]) -> Operation:
+        return self
+
+    def instead(self, plan: Any, options: tuple[Any, ...]) -> tuple[Operation, tuple[Any, ...]] | None:
+        return (LINEAR, (*options[:3], None)) if plan.path == IN_16_BITS else None
+
+    def sees_through(self, call: Prepared) -> bool:
+        return False
+
+    def cast(self, call: Prepared, tensors: Tensors) -> Tensors:
+        found = super().cast(call, tensors)
+        note_sources(tensors[1:2], found[1:2])
+        return found
+
+    def problem(self, tensors: Tensors, options: tuple[Any, ...]) -> LinearProblem:
+        return Float8LinearProblem(**super().problem(tensors, options).__getstate__())
+
+    def finished(self, call: Prepared, tensors: Tensors, results: Tensor) -> Tensor:
+        x, y = tensors[0], results
+        if call.problem.activation != "identity":
+            with without_autocast(x.device):
+                y = ACTIVATIONS[call.problem.activation].torch(y)
+        return y if x.dim() == 2 else y.view(*x.shape[:-1], y.shape[-1])
+
+    def forward(self, call: Prepared, operands: Tensors, wanted: Sequence[bool]) -> tuple[Tensors, Tensors]:
+        (x, weight, bias), ready = operands, call.ready
+        right = quantised_weight(weight, call)
+        pipeline = call.plan.product_pipeline
+        y = product(quantised(x, ready), right, bias, pipeline, x, ready.setdefault("forward", {}))
+        return (y,), ()
+
+    def backward(
+        self, call: Prepared, operands: Tensors, made: Tensors, wanted: Sequence[bool], upstream: Tensors
+    ) -> Tensors:
+        (x, weight, _), [dy], ready = operands, upstream, call.ready
+        dx = None
+        if wanted[0]:
+            right = quantised_transpose((weight,), call)
+            pipeline = call.plan.product_pipeline
+            dx = product(quantised(dy, ready), right, None, pipeline, dy, ready.setdefault("data gradient", {}))
+        return dx, *self._weight_gradients(call, dy, x, wanted)
+
+
 LINEAR = _Linear(linear)
+FLOAT8_LINEAR = _Float8Linear(linear, "float8_")

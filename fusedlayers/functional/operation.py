@@ -62,8 +62,10 @@ class Operation:
     # Whether kernels compute the backward pass, which is a custom operation of its own then; else torch does.
     has_backward: ClassVar[bool] = True
 
-    def __init__(self, function: Callable[..., Any]) -> None:
-        self.function, self.name = function, function.__name__
+    def __init__(self, function: Callable[..., Any], variant: str = "") -> None:
+        """``variant``: the name of another way to compute ``function``, which its operation alone leads to."""
+        self.function, self.name = function, f"{variant}{function.__name__}"
+        self.is_variant = bool(variant)
         self._signature = inspect.signature(function)
         parameters = self._signature.parameters
         kinds = {Tensor, Tensor | None}
@@ -77,11 +79,20 @@ class Operation:
         self._options: Callable[..., Any] = at_places(options)
         # For calls of the public function itself: consecutive layers are often alike.
         self._last = LastCall()
-        self.composite = Composite(function)
+        if not variant:
+            self.composite = Composite(function)
+            OPERATIONS[self.name] = self
         self.kernel_operation = KernelOperation(self)
-        OPERATIONS[self.name] = self
 
     # What a subclass implements.
+
+    def variant(self, options: tuple[Any, ...]) -> Operation:
+        """The operation that plans a call with these checked options: itself, unless it has variants."""
+        return self
+
+    def instead(self, plan: Any, options: tuple[Any, ...]) -> tuple[Operation, tuple[Any, ...]] | None:
+        """The operation that runs a call with this plan, and the options that it takes; None: this one."""
+        return None
 
     def check(self, tensors: Tensors, options: tuple[Any, ...]) -> tuple[Any, ...]:
         """Raises an error that names the argument that is wrong; returns the options with canonical names."""
@@ -193,8 +204,8 @@ class Operation:
             if in_kernels:
                 return None
             if call.direct and dispatch._counted is None:
-                return self.through_torch(call, tensors)
-        return self.run(call, tensors)
+                return call.operation.through_torch(call, tensors)
+        return call.operation.run(call, tensors)
 
     def prepared(self, tensors: Tensors, options: tuple[Any, ...]) -> Prepared:
         """The prepared call from the cache, or checked and planned now.
@@ -210,9 +221,13 @@ class Operation:
             if known is not None and dispatch.describe(tensors[0].device) is known.facts:
                 return known
         options = self.check(tensors, options)
+        if (variant := self.variant(options)) is not self:
+            return self._remembered(key, variant.prepared(tensors, options))
         problem = self.problem(tensors, options)
         device = tensors[0].device
         plan = dispatch.dispatch(problem, device)
+        if self.is_variant and (other := self.instead(plan, options)) is not None:
+            return other[0].prepared(tensors, other[1])
         facts, extras = dispatch.describe(device), self.extras(options)
         call = Prepared(self, options, problem, plan, facts, extras, tensors, key is None and observed())
         if device.type == "cuda":
@@ -225,6 +240,12 @@ class Operation:
                 _prepared.clear()
             _prepared[key] = call
             call.repeatable = True
+        return call
+
+    def _remembered(self, key: tuple[object, ...] | None, call: Prepared) -> Prepared:
+        """The prepared call of a variant, which is found by this operation's key, too."""
+        if key is not None and call.repeatable:
+            _prepared[key] = call
         return call
 
     def problem_of(self, **arguments: Any) -> Call:

@@ -3,6 +3,7 @@
 from .adapters import ffn_pieces
 from .children import (
     attributes_of,
+    base_linear,
     class_name,
     class_path,
     is_plain_now,
@@ -37,6 +38,7 @@ __all__ = [
     "MaxSim",
     "SplitKLinear",
     "attributes_of",
+    "base_linear",
     "class_name",
     "class_path",
     "ffn_pieces",

@@ -97,24 +97,32 @@ class AdaptedFFNPieces(FFNPieces):
         return None
 
     def arguments(
-        self, x: Tensor, residual: Tensor | None = None, recompute: Literal["auto"] | bool | int = "auto"
+        self,
+        x: Tensor,
+        residual: Tensor | None = None,
+        recompute: Literal["auto"] | bool | int = "auto",
+        precision: str | None = None,
     ) -> dict[str, Any]:
-        """The arguments of ``functional.lora_ffn``, which has neither a residual nor ``recompute``."""
+        """The arguments of ``functional.lora_ffn``, which has no residual, ``recompute`` or ``precision``."""
         if self._base is not None:
-            return self._base.arguments(x, residual, recompute)
+            return self._base.arguments(x, residual, recompute, precision)
         tensors, options = self._given(x)
         names = (*LORA_FFN.tensor_names, *LORA_FFN.option_names)
         return dict(zip(names, (*tensors, *options), strict=True))
 
     def run(
-        self, x: Tensor, residual: Tensor | None = None, recompute: Literal["auto"] | bool | int = "auto"
+        self,
+        x: Tensor,
+        residual: Tensor | None = None,
+        recompute: Literal["auto"] | bool | int = "auto",
+        precision: str | None = None,
     ) -> Tensor | None:
         """``functional.lora_ffn`` of x; None as for any FFN, and where the hidden has a dropout.
 
         The adapters' dropout, too, is drawn by the function on any path.
         """
         if self._base is not None:
-            return self._base.run(x, residual, recompute)
+            return self._base.run(x, residual, recompute, precision)
         if self.dropout_p:
             return None
         in_kernels = self.gate_rows is not None and not self.adapter_dropout_p

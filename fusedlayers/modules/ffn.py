@@ -13,6 +13,7 @@ from torch.fx import Proxy
 
 from ..functional.ffn.arguments import check_dropout, check_recompute
 from ..functional.operands import checked_flag
+from ..functional.precision import Float8, precision_word
 from ..kernels.activations import ACTIVATIONS, canonical_activation
 from .adapters import ffn_pieces
 from .children import is_plain_now, say_once, why_not_now
@@ -57,11 +58,16 @@ class FusedFFN(nn.Module):
         dropout: probability in [0, 1) that a hidden value is dropped; in training only.
         recompute: True never allocates the hidden, forward or backward; False and "auto" take the fastest path; an int
             is the most bytes that a call may keep for its backward pass (see ``functional.ffn``).
+        precision: "fp8" or a :class:`fusedlayers.Float8`: products run in 8 bits where they can and where that is
+            faster (see ``functional.ffn``); None: in the dtype of the parameters.
         device, dtype: of the parameters, as in ``nn.Linear``; dtype is a floating point one.
 
     Raises:
         TypeError, ValueError: an argument is not what is described here; the message names it.
     """
+
+    # Blocks that were pickled without it have none of their own.
+    precision: str | None = None
 
     def __init__(
         self,
@@ -74,6 +80,7 @@ class FusedFFN(nn.Module):
         recompute: Literal["auto"] | bool | int = "auto",
         device: torch.device | str | int | None = None,
         dtype: torch.dtype | None = None,
+        precision: str | Float8 | None = None,
     ) -> None:
         super().__init__()
         self.d_model = _positive("d_model", d_model)
@@ -84,6 +91,7 @@ class FusedFFN(nn.Module):
         self.dropout = float(dropout)
         check_recompute(recompute)
         self.recompute: Literal["auto"] | bool | int = recompute
+        self.precision = precision_word(precision)
         if isinstance(dtype, torch.dtype) and not dtype.is_floating_point:
             raise TypeError(f"dtype must be a floating point dtype, got {dtype}")
         options: dict[str, Any] = {"bias": checked_flag("bias", bias), "device": device, "dtype": dtype}
@@ -108,7 +116,7 @@ class FusedFFN(nn.Module):
 
     def call_arguments(self, x: Tensor, residual: Tensor | None = None) -> dict[str, Any]:
         """The arguments that ``forward(x, residual)`` gives to ``functional.ffn``, by name."""
-        return self.ffn_pieces().arguments(x, residual, self.recompute)
+        return self.ffn_pieces().arguments(x, residual, self.recompute, self.precision)
 
     @outside_of_traces
     def traceable(self) -> tuple[Any, ...] | None:
@@ -134,14 +142,14 @@ class FusedFFN(nn.Module):
         else:
             ready: FFNPieces | None = kept(self)
             if ready is not None and is_plain_now(x) and (residual is None or is_plain_now(residual)):
-                return cast(Tensor, ready.run(x, residual, self.recompute))
+                return cast(Tensor, ready.run(x, residual, self.recompute, self.precision))
             pieces = self.ffn_pieces()
             symbolic = isinstance(x, Proxy)  # torch.fx records the whole call as one node
             reason = pieces.why_not_plain() or (None if symbolic else why_not_now(x, residual))
             if reason is None:
                 if pieces.may_be_kept and not symbolic:
                     keep(self, pieces, _PARTS, (pieces,))
-                return cast(Tensor, pieces.run(x, residual, self.recompute))
+                return cast(Tensor, pieces.run(x, residual, self.recompute, self.precision))
             dropout_p = pieces.dropout_p
             say_once(self, reason)
         activate = ACTIVATIONS[canonical_activation(self.activation)].torch
@@ -154,4 +162,5 @@ class FusedFFN(nn.Module):
         return (
             f"d_model={self.d_model}, d_ff={self.d_ff}, activation={self.activation!r}, gated={self.gated}, "
             f"dropout={self.dropout}, recompute={self.recompute!r}"
+            f"{'' if self.precision is None else f', precision={self.precision!r}'}"
         )

@@ -12,6 +12,7 @@ from torch.compiler import is_dynamo_compiling
 from .. import functional
 from ..functional.last_call import LastCall
 from ..functional.linear import LINEAR, check_reduction, check_split_k
+from ..functional.precision import Float8, precision_word
 from .keeping import KEPT
 from .traced import outside_of_traces
 
@@ -32,13 +33,18 @@ class SplitKLinear(nn.Linear):
         device, dtype: of the parameters, as in ``nn.Linear``.
         split_k: "auto", or into how many ranges each product cuts the axis that it sums over.
         reduction: "workspace" (deterministic) or "atomic".
+        precision: "fp8" or a :class:`fusedlayers.Float8`: products run in 8 bits where they can and where that is
+            faster (see ``functional.linear``); None: in the dtype of the parameters.
 
     Raises:
-        TypeError, ValueError: ``split_k`` or ``reduction`` is not what is described here; the message names it.
+        TypeError, ValueError: ``split_k``, ``reduction`` or ``precision`` is not what is described here; the message
+            names it.
     """
 
     # What forward calls, for ``explain``.
     function = staticmethod(functional.linear)
+    # Modules that were pickled without it have none of their own.
+    precision: str | None = None
 
     def __init__(
         self,
@@ -50,16 +56,18 @@ class SplitKLinear(nn.Linear):
         *,
         split_k: int | str = "auto",
         reduction: str = "workspace",
+        precision: str | Float8 | None = None,
     ) -> None:
         check_split_k(split_k)
         check_reduction(reduction)
         super().__init__(in_features, out_features, bias, device, dtype)
         self.split_k = split_k
         self.reduction = reduction
+        self.precision = precision_word(precision)
 
     def call_arguments(self, x: Tensor) -> dict[str, Any]:
         """The arguments that ``forward(x)`` gives to ``functional.linear``, by name."""
-        options = {"split_k": self.split_k, "reduction": self.reduction}
+        options = {"split_k": self.split_k, "reduction": self.reduction, "precision": self.precision}
         return {"x": x, "weight": self.weight, "bias": self.bias, **options}
 
     def forward(self, x: Tensor) -> Tensor:
@@ -81,20 +89,21 @@ class SplitKLinear(nn.Linear):
         if last is None:
             last = own[KEPT] = LastCall(inputs=(0,))
         elif last.by_torch is not None:
-            again, (_, split_k, reduction) = last.by_torch
-            if own.get("split_k") is split_k and own.get("reduction") is reduction and again((x,)):
+            again, (_, split_k, reduction, precision) = last.by_torch
+            same = own.get("split_k") is split_k and own.get("reduction") is reduction
+            if same and self.precision is precision and again((x,)):
                 return F.linear(x, weight, bias)
         # Nested tensors, and Proxies of torch.fx, whose attributes are Proxies.
         if getattr(x, "is_nested", False) is not False:
             return F.linear(x, weight, bias)
-        return LINEAR.repeat(last, (x, weight, bias), (None, self.split_k, self.reduction))
+        return LINEAR.repeat(last, (x, weight, bias), (None, self.split_k, self.reduction, self.precision))
 
     def _traced(self, x: Tensor) -> Tensor:
         """Everything is read as torch's own forward reads it, so that Dynamo guards hardly more than there."""
         if getattr(x, "is_nested", False) is not False:
             return F.linear(x, self.weight, self.bias)
         found: list[Tensor] = _operation(
-            x, self.weight, self.bias, None, f"{self.split_k}", self.reduction, self.traced_switches()
+            x, self.weight, self.bias, None, f"{self.split_k}", self.reduction, self.precision, self.traced_switches()
         )
         return found[0]
 
@@ -104,4 +113,5 @@ class SplitKLinear(nn.Linear):
         return LINEAR.composite.switches()
 
     def extra_repr(self) -> str:
-        return f"{super().extra_repr()}, split_k={self.split_k!r}, reduction={self.reduction!r}"
+        options = f"{super().extra_repr()}, split_k={self.split_k!r}, reduction={self.reduction!r}"
+        return options if self.precision is None else f"{options}, precision={self.precision!r}"

@@ -48,7 +48,7 @@ class FFNPieces:
         self.activation, self.dropout_p = activation, dropout_p
         self.original, self.output_dropout_p, self.gate_rows = original, output_dropout_p, gate_rows
         self._last = LastCall(_INPUTS, guarded=True)
-        self._options: tuple[Any, ...] = (activation, dropout_p, "auto")
+        self._options: tuple[Any, ...] = (activation, dropout_p, "auto", None)
 
     @property
     def operation(self) -> Operation:
@@ -97,7 +97,11 @@ class FFNPieces:
         return None
 
     def arguments(
-        self, x: Tensor, residual: Tensor | None = None, recompute: Literal["auto"] | bool | int = "auto"
+        self,
+        x: Tensor,
+        residual: Tensor | None = None,
+        recompute: Literal["auto"] | bool | int = "auto",
+        precision: str | None = None,
     ) -> dict[str, Any]:
         """The arguments of ``functional.ffn`` for input x; only for plain children."""
         w_up, b_up, w_gate, b_gate = self._into_hidden()
@@ -114,10 +118,15 @@ class FFNPieces:
             "dropout_p": self.dropout_p,
             "recompute": recompute,
             "residual": residual,
+            "precision": precision,
         }
 
     def run(
-        self, x: Tensor, residual: Tensor | None = None, recompute: Literal["auto"] | bool | int = "auto"
+        self,
+        x: Tensor,
+        residual: Tensor | None = None,
+        recompute: Literal["auto"] | bool | int = "auto",
+        precision: str | None = None,
     ) -> Tensor | None:
         """``functional.ffn`` of x with the parameters that the children hold now; only for plain children.
 
@@ -128,18 +137,20 @@ class FFNPieces:
         w_down, b_down = _read(self._down())
         tensors = (x, w_up, w_down, b_up, b_down, w_gate, b_gate, residual, None)
         options = self._options
-        if options[2] is not recompute:
-            options = self._options = (self.activation, self.dropout_p, recompute)
+        if options[2] is not recompute or options[3] is not precision:
+            options = self._options = (self.activation, self.dropout_p, recompute, precision)
         in_kernels = self.gate_rows is not None and not self.dropout_p
         return FFN.repeat(self._last, tensors, options, in_kernels=in_kernels)
 
-    def run_instead(self, x: Tensor, recompute: Literal["auto"] | bool | int) -> Tensor | None:
+    def run_instead(
+        self, x: Tensor, recompute: Literal["auto"] | bool | int, precision: str | None = None
+    ) -> Tensor | None:
         """:meth:`run` instead of a user's module's own code, which must run where this gives None.
 
         None also for x of another width, for which that code may do something else, or raise its own error.
         """
         try:
-            return self.run(x, None, recompute)
+            return self.run(x, None, recompute, precision)
         except ValueError:
             if x.shape[-1:] == linear_weight(base_linear(self.up)).shape[1:]:
                 raise

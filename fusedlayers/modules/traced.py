@@ -57,6 +57,7 @@ class TracedFFN(NamedTuple):
     plain: tuple[type[Tensor], ...]
     strided: torch.layout
     recompute: Literal["auto"] | bool | int | None
+    precision: str | None
 
 
 def _options_of(part: object) -> tuple[tuple[str, Any], ...]:
@@ -87,6 +88,7 @@ def traceable(
     activation: str | None,
     dropout: str | None,
     recompute: Literal["auto"] | bool | int | None = None,
+    precision: str | None = None,
 ) -> tuple[Any, ...] | None:
     """What :func:`traced_ffn` takes, for the pieces at these paths; None where the children must be called.
 
@@ -94,7 +96,8 @@ def traceable(
         block: the module that has the FFN.
         pieces: the FFN, or why it must be called.
         up, down, gate, activation, dropout: paths of its parts; None: there is none, or only the name of an activation.
-        recompute: as in ``functional.ffn``; None where it is an attribute of the block, which can change.
+        recompute, precision: as in ``functional.ffn``; a ``recompute`` of None: both are attributes of the block, which
+            can change.
     """
     if isinstance(pieces, str) or why_not_now() is not None:
         return None
@@ -121,6 +124,7 @@ def traceable(
         plain=(Tensor, nn.Parameter),
         strided=torch.strided,
         recompute=recompute,
+        precision=precision,
     )
     return tuple(facts)
 
@@ -159,6 +163,7 @@ def traced_ffn(
     (
         up_path, down_path, gate_path, activation_path, word, options, dropout_path, dropout_is_module, transposed,
         adapters, gate_rows, activation, switches, plain, strided, recompute,
+        precision,
     ) = facts  # fmt: skip
     for tensor in (x,) if residual is None else (x, residual):
         if type(tensor) not in plain or tensor.layout is not strided or tensor.is_nested:
@@ -229,8 +234,9 @@ def traced_ffn(
         )[0]  # fmt: skip
         return y if residual is None else y + residual
     if recompute is None:
-        recompute = block.recompute
+        recompute, precision = block.recompute, block.precision
     y = _operation(
-        x, w_up, w_down, b_up, b_down, w_gate, b_gate, activation, dropout_p, f"{recompute}", residual, None, switches
-    )
+        x, w_up, w_down, b_up, b_down, w_gate, b_gate, activation, dropout_p, f"{recompute}", residual, None,
+        precision, switches,
+    )  # fmt: skip
     return y[0]

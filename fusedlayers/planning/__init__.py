@@ -10,6 +10,7 @@ from .avoiding import configurations, without_avoided
 from .call import KERNEL_PATHS, Call, Decision, unmeasured, why_never_kernels
 from .devices import BACKENDS, CARDS, Device, card, floor_seconds
 from .ffn_chunked import ChunkPlan
+from .float8 import Float8LinearProblem, Float8Plan, Float8Problem
 from .gemm_gemm import Plan, Problem
 from .gemm_reduce import ReducePlan, ReduceProblem
 from .hidden_gradient import HiddenGradientProblem
@@ -36,6 +37,9 @@ __all__ = [
     "ChunkPlan",
     "Decision",
     "Device",
+    "Float8LinearProblem",
+    "Float8Plan",
+    "Float8Problem",
     "HiddenGradientProblem",
     "LinearPlan",
     "LinearProblem",

@@ -22,7 +22,18 @@ from torch import nn
 
 from ..functional.ffn.arguments import check_recompute
 from ..functional.operands import checked_flag
-from ..modules import FFNPieces, FusedFFN, SplitKLinear, class_name, class_path, forget, linear_weight, why_not_plain
+from ..functional.precision import Float8, precision_word
+from ..modules import (
+    FFNPieces,
+    FusedFFN,
+    SplitKLinear,
+    base_linear,
+    class_name,
+    class_path,
+    forget,
+    linear_weight,
+    why_not_plain,
+)
 from ..planning import Device, card
 from .activations import torch_module_activation
 from .blocks import (
@@ -37,7 +48,8 @@ from .expert_ffns import ExpertsFFN, find_experts, implementation, is_experts
 from .experts import FusedExperts, experts_class, why_class_stays
 from .experts_interface import IMPLEMENTATION, register_experts
 from .finding import autocast_on_its_device
-from .heads import FusedLossHead, find_head, head_class, why_head_left
+from .float8 import in_bits, linear_in_8_bits, why_not_in_8_bits
+from .heads import FusedLossHead, find_head, head_class, heads_of, why_head_left
 from .heads import why_class_stays as why_model_stays
 from .linears import FusedSplitKLinear
 from .norms import FusedNorm, why_norm_left
@@ -94,6 +106,7 @@ def replace(
     recompute: Literal["auto"] | bool | int = "auto",
     loss: bool = True,
     norm: bool = True,
+    precision: str | Float8 | None = None,
     strict: bool = False,
     dry_run: bool = False,
     on: str | None = None,
@@ -128,6 +141,10 @@ def replace(
         recompute: as in ``functional.ffn``, for every block: True never allocates a hidden, forward or backward.
         loss: whether to replace the loss of a language model, too.
         norm: whether to replace norms, too. Results change by a rounding, as an FFN's do.
+        precision: "fp8" or a :class:`Float8`: FFNs run in 8 bits where they can and where that is faster, and so does
+            every other plain ``nn.Linear`` that is wide enough, except the head of a language model: it becomes a
+            :class:`SplitKLinear`. Blocks with adapters and experts stay in 16 bits. The report says what does not run
+            in 8 bits, and why. None: nothing does.
         strict: raise if an FFN, or a module that looks like one, would stay as it is, or if nothing in the model is
             fused (instead of warning). Nothing is changed then.
         dry_run: report and change nothing.
@@ -140,20 +157,21 @@ def replace(
     Raises:
         TypeError: ``model`` is not a module, ``rules`` is not a tuple or list of rules, or ``loss`` or ``norm`` is not
             a bool.
-        ValueError: two rules for one class, a rule for a class that needs none, an unknown ``recompute``, an FFN that
-            stays under ``strict``, or ``on`` without ``dry_run`` or with an unknown name.
+        ValueError: two rules for one class, a rule for a class that needs none, an unknown ``recompute`` or
+            ``precision``, an FFN that stays under ``strict``, or ``on`` without ``dry_run`` or with an unknown name.
     """
     _check_model(model)
     check_recompute(recompute)
+    precision = precision_word(precision)
     for name, value in (("loss", loss), ("norm", norm)):
         checked_flag(name, value)
     ffn_rules, linear_rules = _checked(rules)
     if on is not None and not dry_run:
         raise ValueError(f"on={on!r} tells what another GPU would do: expected dry_run=True with it")
     found = _Found(None if on is None else card(on))
-    parts = _replace_ffns(model, Patterns(ffn_rules, recompute), found)
+    parts = _replace_ffns(model, Patterns(ffn_rules, recompute, precision), found)
     _replace_experts(model, recompute, found)
-    _replace_linears(model, linear_rules, parts, found)
+    _replace_linears(model, linear_rules, parts, precision, found)
     if loss:
         _replace_heads(model, found)
     if norm:
@@ -243,6 +261,8 @@ def _replace_ffns(model: nn.Module, patterns: Patterns, found: _Found) -> set[nn
             found.skip(path, module, reason, is_ffn_left=not isinstance(module, (FusedBlock, FusedFFN)))
         if isinstance(module, FusedBlock):
             parts |= _linears(module.find_ffn_pieces(module))
+        if isinstance(module, FusedFFN):
+            parts |= set(module.children())
         if reason is not None or fused is None:
             continue
         ffns = fused.find_ffn_pieces(module)
@@ -254,9 +274,10 @@ def _replace_ffns(model: nn.Module, patterns: Patterns, found: _Found) -> set[nn
             if isinstance(pieces, str):
                 found.skip(path, module, f"{linears}: {pieces}", is_ffn_left=True)
             else:
-                facts = facts_of_ffn(pieces, patterns.recompute, found.on)
+                facts = facts_of_ffn(pieces, patterns.recompute, found.on, patterns.precision)
+                bits = in_bits(pieces, patterns.recompute, patterns.precision, found.on)
                 trusted = ", as a trusted rule says" if patterns.trusts(module) else ""
-                found.change(path, module, fused, f"{linears}: {_description(pieces)}{trusted}", *facts)
+                found.change(path, module, fused, f"{linears}: {_description(pieces)}{bits}{trusted}", *facts)
         parts |= _linears(ffns)
         if not ffns and sum(widths(child) is not None for child in module.children()) > 1:
             found.skip(path, module, "no two of its linears have just an activation and a dropout between")
@@ -267,8 +288,10 @@ def _replace_ffns(model: nn.Module, patterns: Patterns, found: _Found) -> set[nn
 
 
 def _linears(found: dict[str, FFNPieces | str]) -> set[nn.Module]:
+    """The linears of these FFNs, and those that adapters wrap."""
     pieces = [ffn for ffn in found.values() if isinstance(ffn, FFNPieces)]
-    return {linear for ffn in pieces for linear in (ffn.up, ffn.gate, ffn.down) if linear is not None}
+    linears = {linear for ffn in pieces for linear in (ffn.up, ffn.gate, ffn.down) if linear is not None}
+    return linears | {base_linear(linear) for linear in linears}
 
 
 def _replace_experts(model: nn.Module, recompute: Literal["auto"] | bool | int, found: _Found) -> None:
@@ -291,13 +314,21 @@ def _replace_experts(model: nn.Module, recompute: Literal["auto"] | bool | int, 
         found.change(path, module, fused, ffn.described(module), *facts)
 
 
-def _replace_linears(model: nn.Module, rules: list[LinearRule], parts: set[nn.Module], found: _Found) -> None:
-    """Find the linears that match a rule and are not part of an FFN."""
+def _replace_linears(
+    model: nn.Module, rules: list[LinearRule], parts: set[nn.Module], precision: str | None, found: _Found
+) -> None:
+    """Find the linears that match a rule, or can run in 8 bits, and are not part of an FFN."""
     idle = list(rules)
+    heads = set() if precision is None else heads_of(model)
     for path, module in model.named_modules():
         # Subclasses, SplitKLinear among them, are left alone.
         rule = next((rule for rule in rules if isinstance(module, nn.Linear) and rule.takes(path, module)), None)
         if rule is None:
+            if precision is not None and type(module) is nn.Linear and module not in parts:
+                if (reason := why_not_in_8_bits(module, module in heads)) is not None:
+                    found.skip(path, module, f"not in 8 bits: {reason}")
+                else:
+                    found.change(path, module, *linear_in_8_bits(module, precision, found.on))
             continue
         idle = [other for other in idle if other is not rule]
         reason = _ALREADY if isinstance(module, SplitKLinear) else why_not_plain(module)
@@ -306,7 +337,8 @@ def _replace_linears(model: nn.Module, rules: list[LinearRule], parts: set[nn.Mo
         if reason is not None:
             found.skip(path, module, reason)
             continue
-        fused = fused_class(FusedSplitKLinear, nn.Linear, split_k=rule.split_k, reduction=rule.reduction)
+        options = {"split_k": rule.split_k, "reduction": rule.reduction, "precision": precision}
+        fused = fused_class(FusedSplitKLinear, nn.Linear, **options)
         text = f"split_k={rule.split_k!r}, {rule.reduction}, {module.in_features} -> {module.out_features}"
         found.change(path, module, fused, text, None, why_no_kernels_for_linear(module, rule, found.on))
     found.skipped += [Entry("(rules)", "Linear", None, f"no linear meets the conditions of {rule}") for rule in idle]

@@ -158,6 +158,7 @@ class FusedBlock(ReplacedModule):
     """Mixin of the classes of modules that hold FFNs."""
 
     fused_recompute: ClassVar[Literal["auto"] | bool | int] = "auto"
+    fused_precision: ClassVar[str | None] = None
 
     @classmethod
     def find_ffn_pieces(cls, module: nn.Module) -> dict[str, FFNPieces | str]:
@@ -178,7 +179,7 @@ class FusedBlock(ReplacedModule):
         """The arguments of ``functional.ffn`` by name, if the input of the FFN is x."""
         found = self.find_ffn_pieces(self)
         [pieces] = (pieces for pieces in found.values() if isinstance(pieces, FFNPieces))
-        return pieces.arguments(x, recompute=self.fused_recompute)
+        return pieces.arguments(x, None, self.fused_recompute, self.fused_precision)
 
     def keep_found(self, found: Any, names: Iterable[str], pieces: Sequence[FFNPieces], *, whole: bool) -> None:
         """Cache ``found`` through ``modules.keep``, until a method of the original class changes, too."""
@@ -196,7 +197,7 @@ def try_fused(block: FusedBlock, found: FFNPieces | str, x: Tensor) -> Tensor | 
     elif not is_plain_now(x) and (reason := why_not_now(x)):
         say_once(block, reason)
     else:
-        return found.run_instead(x, block.fused_recompute)
+        return found.run_instead(x, block.fused_recompute, block.fused_precision)
     return None
 
 
@@ -270,6 +271,7 @@ class FusedSequentialFFN(FusedBlock, nn.Sequential):
             found[start] = stop, traceable(
                 self, pieces, up=up, down=down, gate=None, activation=activation,
                 dropout=dropout[0] if dropout else None, recompute=self.fused_recompute,
+                precision=self.fused_precision,
             )  # fmt: skip
         return tuple(found.get(position, (position + 1, None)) for position in range(len(names)))
 
@@ -302,6 +304,7 @@ class FusedOneFFN(FusedBlock):
             self, self.why_fused_class_changed() or found, up=rule.up, down=rule.down, gate=rule.gate,
             activation=None if attribute(self, rule.activation_path) is None else rule.activation_path,
             dropout=rule.dropout, recompute=self.fused_recompute,
+            precision=self.fused_precision,
         )  # fmt: skip
 
 

@@ -105,7 +105,7 @@ class FusedWholeBlock(FusedByRule):
             if len(args) == 1 and not kwargs and not is_dynamo_compiling():
                 ready: FFNPieces | None = kept(self)
                 if ready is not None and is_plain_now(args[0]):
-                    result = ready.run_instead(args[0], self.fused_recompute)
+                    result = ready.run_instead(args[0], self.fused_recompute, self.fused_precision)
                     if result is None:
                         return method(self, *args)
                     return F.dropout(result, ready.output_dropout_p) if ready.output_dropout_p else result

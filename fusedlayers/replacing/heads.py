@@ -19,7 +19,7 @@ from torch.compiler import is_dynamo_compiling
 
 from ..functional.call import traced, transformed
 from ..functional.linear_cross_entropy import LINEAR_CROSS_ENTROPY, linear_cross_entropy
-from ..modules import class_name, outside_of_traces, say_once, why_not_now, why_not_plain
+from ..modules import LinearCrossEntropyLoss, class_name, outside_of_traces, say_once, why_not_now, why_not_plain
 from .blocks import OWN_FORWARD, ReplacedModule, fused_class
 from .causal_loss import IGNORED, PARAMETERS, divided, shifted, why_other_loss
 from .lazy_logits import LazyLogits
@@ -51,6 +51,26 @@ def find_head(model: nn.Module) -> str | None:
     except Exception:  # user code
         return None
     return next((name for name, child in model._modules.items() if child is head and name in read), None)
+
+
+# What models call the linear layer that makes their logits.
+_HEADS = ("lm_head", "head", "embed_out", "output_projection", "classifier", "score")
+
+
+def heads_of(model: nn.Module) -> set[nn.Module]:
+    """The linear layers of ``model`` that make logits: by their name, or because they share the embedding's weight."""
+    embedded = {id(each.weight) for each in model.modules() if isinstance(each, nn.Embedding)}
+    found = set()
+    for path, module in model.named_modules():
+        if (name := find_head(module)) is not None:
+            found.add(cast(nn.Module, getattr(module, name)))
+        if isinstance(module, nn.Linear) and (
+            path.rpartition(".")[2] in _HEADS or id(module._parameters.get("weight")) in embedded
+        ):
+            found.add(module)
+        if isinstance(module, LinearCrossEntropyLoss):
+            found.add(module.linear)
+    return found
 
 
 def why_head_left(model: nn.Module, name: str) -> str | None:

@@ -52,9 +52,11 @@ class Patterns:
         ValueError: two rules for one class, or a rule for a class that needs none.
     """
 
-    def __init__(self, rules: Sequence[FFNRule], recompute: Literal["auto"] | bool | int) -> None:
+    def __init__(
+        self, rules: Sequence[FFNRule], recompute: Literal["auto"] | bool | int, precision: str | None = None
+    ) -> None:
         self.rules: dict[type[nn.Module] | str, FFNRule] = {}
-        self.recompute = recompute
+        self.recompute, self.precision = recompute, precision
         # The linears of the FFNs found so far, fused or not.
         self.taken: set[nn.Module] = set()
         # What modules of equal signature compute, and what each module computes.
@@ -123,13 +125,14 @@ class Patterns:
         kind = type(module)
         built_in = _BUILT_IN.get(kind)
         if built_in is not None and not (kind is nn.Sequential and self.is_one_ffn(module)):
-            if self.recompute == built_in.fused_recompute:
+            if self.recompute == built_in.fused_recompute and self.precision is None:
                 return built_in
-            return fused_class(built_in, kind, fused_recompute=self.recompute)
+            return fused_class(built_in, kind, fused_recompute=self.recompute, fused_precision=self.precision)
         if (rule := self.rule_for(module)) is None:
             return None
         mixin = FusedWholeBlock if rule.inside is None else FusedInside
-        return fused_class(mixin, kind, fused_rule=rule, fused_recompute=self.recompute)
+        options = {"fused_recompute": self.recompute, "fused_precision": self.precision}
+        return fused_class(mixin, kind, fused_rule=rule, **options)
 
     def is_one_ffn(self, sequential: nn.Module) -> bool:
         """Whether an ``nn.Sequential`` is an FFN without a run of linear, activation, linear: a GLU may hide it."""
@@ -166,8 +169,12 @@ class Patterns:
         """The reason to report for a module that is left, or None."""
         if isinstance(module, FusedBlock) and module.fused_recompute != self.recompute:
             return f"already fused, with recompute={module.fused_recompute!r}; restore it first to change that"
+        if isinstance(module, FusedBlock) and module.fused_precision != self.precision:
+            return f"already fused, with precision={module.fused_precision!r}; restore it first to change that"
         if isinstance(module, FusedBlock) and (reason := module.why_fused_class_changed()):
             return f"already fused, but calls its own forward: {reason}"
+        if isinstance(module, FusedFFN) and self.precision not in (None, module.precision):
+            return f"already fused, with precision={module.precision!r}, an attribute of it"
         if isinstance(module, (FusedBlock, FusedFFN)):
             return "already fused"
         found = self._recognised(module)

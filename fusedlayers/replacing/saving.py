@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -16,6 +16,7 @@ from ..functional.linear import LINEAR
 from ..functional.linear_cross_entropy.arguments import loss_problem
 from ..functional.moe_ffn import MOE_FFN
 from ..functional.operands import compute_dtype
+from ..functional.operation import Operation
 from ..functional.switches import backend
 from ..kernels.activations import ACTIVATIONS, canonical_activation
 from ..modules import FFNPieces, linear_weight
@@ -32,7 +33,7 @@ TOKENS = 65_536
 
 
 def facts_of_ffn(
-    pieces: FFNPieces, recompute: Literal["auto"] | bool | int, on: Device | None
+    pieces: FFNPieces, recompute: Literal["auto"] | bool | int, on: Device | None, precision: str | None = None
 ) -> tuple[tuple[int, int], str | None, str]:
     """``saved_bytes``, ``why_no_kernels`` and ``plan`` of an entry of the report, here or on another GPU.
 
@@ -43,9 +44,9 @@ def facts_of_ffn(
     with torch.enable_grad():
         # The layout of a batch, without its memory.
         x = torch.empty(TOKENS, up.shape[1], dtype=up.dtype, device="meta", requires_grad=True)
-        problem: Any = pieces.operation.problem(*pieces.operation.bound(**pieces.arguments(x, recompute=recompute)))
-    device = on or _facts(problem, up.device)
-    plan = planning.plan(problem, device, backend())
+        tensors, options = pieces.operation.bound(**pieces.arguments(x, None, recompute, precision))
+        plan, device = _planned(pieces.operation, tensors, options, on, up.device)
+    problem: Any = plan.problem
     ours = plan.saved_bytes // TOKENS
     theirs = problem.kept_by_torch(device) // TOKENS
     result = 0
@@ -148,10 +149,39 @@ def _kept_by_row(module: nn.Module, width: int, dtype: torch.dtype) -> int:
 def why_no_kernels_for_linear(linear: nn.Linear, rule: LinearRule, on: Device | None) -> str | None:
     """Why no kernel runs a linear that ``rule`` takes, or None."""
     x = linear.weight.detach().new_empty(1, linear.in_features)
-    problem = LINEAR.problem((x, linear.weight, linear.bias), ("identity", rule.split_k, rule.reduction))
+    problem = LINEAR.problem((x, linear.weight, linear.bias), ("identity", rule.split_k, rule.reduction, None))
     # A rule with a number of splits, or with atomic addition, asks for kernels.
     wish = "triton" if problem.asks_for_kernels and backend() == "auto" else backend()
     return _why_no_kernels(problem, on or describe(x.device), wish)
+
+
+def _planned(
+    operation: Operation, tensors: Sequence[Any], options: tuple[Any, ...], on: Device | None, device: torch.device
+) -> tuple[Any, Device]:
+    """The plan of the operation that runs this call, and the device that it is for."""
+    variant = operation.variant(options)
+    problem = variant.problem(tensors, options)
+    facts = on or _facts(problem, device)
+    plan = planning.plan(problem, facts, backend())
+    other = variant.instead(plan, options)
+    return (plan, facts) if other is None else _planned(other[0], tensors, other[1], on, device)
+
+
+def why_in_16_bits(operation: Operation, given: dict[str, Any], on: Device | None) -> str | None:
+    """Why a training batch of a call that asks for 8 bits runs in 16, or None; ``given`` lacks x.
+
+    Of float32 weights: why it would do so under autocast.
+    """
+    weight = next(iter(given.values()))
+    with torch.enable_grad():
+        x = torch.empty(TOKENS, weight.shape[1], dtype=weight.dtype, device="meta", requires_grad=True)
+        tensors, options = operation.bound(x=x, **given)
+        variant = operation.variant(options)
+        problem: Any = variant.problem(tensors, options)
+    if problem.dtype == "float32":
+        problem = replace(problem, dtype="bfloat16")
+    plan = planning.plan(problem, on or _facts(problem, weight.device), backend())
+    return None if variant.instead(plan, options) is None else str(plan.reason)
 
 
 def _facts(problem: Any, device: torch.device) -> Device:

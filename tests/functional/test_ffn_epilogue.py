@@ -85,7 +85,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     spy(kernels, "hidden", hidden)
     spy(kernels, "hidden_gradient", gradient)
     spy(path, "_data_gradient", lambda *arguments: "dx")
-    spy(path, "_weight_gradient", lambda dy, x: "dw")
+    spy(path, "weight_gradient", lambda dy, x: "dw")
     spy(function, "column_sums", lambda dy, tiles, ready: "db")
     return names
 

@@ -25,7 +25,7 @@ from fusedlayers.functional.operation import OPERATIONS
 from tests.support.operands import DEVICE, Allocations
 
 LINEAR = OPERATIONS["linear"]
-OPTIONS = (None, "auto", "workspace")
+OPTIONS = (None, "auto", "workspace", None)
 
 
 @pytest.fixture(params=["torch's guards", "python"], autouse=True)
@@ -105,7 +105,7 @@ def test_what_was_none_and_is_given_now_is_noticed(tensors: list[Tensor | None])
 
 def test_options_are_compared_by_identity(tensors: list[Tensor | None]) -> None:
     last = kept(tensors)
-    assert last.again(tensors, (None, 1, "workspace")) is None
+    assert last.again(tensors, (None, 1, "workspace", None)) is None
 
 
 @contextmanager
@@ -205,7 +205,7 @@ def test_one_tensor_twice(tensors: list[Tensor | None]) -> None:
     ffn = OPERATIONS["ffn"]
     x = torch.randn(5, 8, device=DEVICE)
     given = (x, torch.randn(6, 8, device=DEVICE), torch.randn(8, 6, device=DEVICE), None, None, None, None, x, None)
-    last, options = LastCall(), ("relu", 0.0, "auto")
+    last, options = LastCall(), ("relu", 0.0, "auto", None)
     y = ffn.repeat(last, given, options)
     assert last.again(given, options) is None, "once is not yet a habit"
     assert torch.equal(ffn.repeat(last, given, options), y)

@@ -257,7 +257,7 @@ def test_facts_of_the_device_that_change(monkeypatch: pytest.MonkeyPatch) -> Non
     assert dict(counted) == {"linear torch": 2}
     monkeypatch.setenv("FUSEDLAYERS_BACKEND", "triton")
     linear = operation.OPERATIONS["linear"]
-    arguments = (x, weight, None), (None, "auto", "workspace")
+    arguments = (x, weight, None), (None, "auto", "workspace", None)
     for facts in (H200, replace(H200, sms=16)):
         monkeypatch.setattr(dispatch, "describe", lambda device, facts=facts: facts)
         made = linear.prepared(*arguments)

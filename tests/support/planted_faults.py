@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from tests.support.planted_in_calls import CALLS
 from tests.support.planted_in_chunks import CHUNKS
 from tests.support.planted_in_experts import EXPERTS
+from tests.support.planted_in_float8 import FLOAT8
 from tests.support.planted_in_reductions import REDUCTIONS
 from tests.support.planting import Fault, copied, noticed
 from tests.support.planting import fault as _fault
@@ -349,6 +350,7 @@ FAULTS: tuple[Fault, ...] = (
     *CALLS,
     *CHUNKS,
     *EXPERTS,
+    *FLOAT8,
     *REDUCTIONS,
 )  # fmt: skip
 

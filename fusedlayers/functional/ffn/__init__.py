@@ -11,15 +11,18 @@ from ...kernels.activations import ACTIVATIONS, canonical_activation
 from ...kernels.column_sums import column_sums
 from ...kernels.gemm_gemm import Arithmetic
 from ...kernels.tuning import COLUMN_SUM_TILES
-from ...planning import KERNEL_PATHS, Device, Plan, Problem, ffn_epilogue, recomputing
+from ...planning import KERNEL_PATHS, Device, Float8Plan, Float8Problem, Plan, Problem, ffn_epilogue, recomputing
+from ...planning.float8 import IN_16_BITS
 from .. import dispatch
 from ..custom_ops import Result, Results
+from ..float8 import note_sources
 from ..last_call import at_places
 from ..operands import rows, with_leading_dims, without_autocast
 from ..operation import Operation, Tensors, formula
+from ..precision import Float8, precision_word
 from ..prepared import Prepared
 from ..sums import summed_rows
-from . import chunked, dropping, epilogue, fused
+from . import chunked, dropping, epilogue, float8, fused
 from .arguments import check_dropout_seed, check_ffn, ffn_problem
 
 
@@ -37,6 +40,7 @@ def ffn(
     recompute: bool | int | str = "auto",
     residual: Tensor | None = None,
     dropout_seed: Tensor | None = None,
+    precision: str | Float8 | None = None,
 ) -> Tensor:
     """Feed-forward block: ``dropout(act(x W_upᵀ + b_up)) W_downᵀ + b_down + residual``.
 
@@ -65,6 +69,8 @@ def ffn(
         residual: ``[*B, M, O]`` or None, added to the result.
         dropout_seed: int64 ``[1]`` on the device of x, which alone determines the dropout mask; None draws one from the
             default generator. DTensors draw their own masks instead.
+        precision: None, or "fp8" or a :class:`fusedlayers.Float8`: products run in 8 bits where they can and where
+            that is faster, else as with None; ``explain`` says which.
 
     Returns:
         ``[*B, M, O]`` in the dtype of x (under autocast: in autocast's dtype, promoted with that of a residual: float32
@@ -73,17 +79,21 @@ def ffn(
 
     Raises:
         TypeError: an argument of the wrong type, a dtype that is not real floating or differs from that of x.
-        ValueError: shapes that do not fit together, tensors on different devices, an unknown activation or
-            ``recompute``, ``dropout_p`` outside [0, 1).
+        ValueError: shapes that do not fit together, tensors on different devices, an unknown activation,
+            ``recompute`` or ``precision``, ``dropout_p`` outside [0, 1).
         RuntimeError: ``FUSEDLAYERS_BACKEND=triton`` or ``FUSEDLAYERS_STRICT=1`` where the kernels cannot run.
     """
-    return FFN(x, w_up, w_down, b_up, b_down, w_gate, b_gate, activation, dropout_p, recompute, residual, dropout_seed)
+    return FFN(
+        x, w_up, w_down, b_up, b_down, w_gate, b_gate, activation, dropout_p, recompute, residual, dropout_seed,
+        precision_word(precision),
+    )  # fmt: skip
 
 
 # Operands whose gradients need the hidden; further positions; which operands the backward kernels read.
 _THROUGH_HIDDEN = (0, 1, 2, 3, 5, 6)
 _those_through_hidden = at_places(_THROUGH_HIDDEN)
 _B_UP, _B_DOWN, _B_GATE, _RESIDUAL = 3, 4, 6, 7
+_weights = at_places((1, 2, 5))
 _READ = (True, True, True, True, False, True, True, False, True)
 
 
@@ -101,15 +111,19 @@ class _FFN(Operation):
 
     def check(self, tensors: Tensors, options: tuple[Any, ...]) -> tuple[Any, ...]:
         x, w_up, w_down, b_up, b_down, w_gate, b_gate, residual, seed = tensors
-        activation, dropout_p, recompute = options
+        activation, dropout_p, recompute, precision = options
         check_dropout_seed(x, seed)
         activation = canonical_activation(activation)
+        precision = None if precision is None else precision_word(precision)
         check_ffn(x, w_up, w_down, b_up, b_down, w_gate, b_gate, dropout_p, recompute, residual)
-        return activation, dropout_p, recompute
+        return activation, dropout_p, recompute, precision
+
+    def variant(self, options: tuple[Any, ...]) -> Operation:
+        return self if options[3] is None else FLOAT8_FFN
 
     def problem(self, tensors: Tensors, options: tuple[Any, ...]) -> Problem:
         *operands, residual, _ = tensors
-        activation, dropout_p, recompute = options
+        activation, dropout_p, recompute, _ = options
         return ffn_problem(
             *operands, activation=activation, dropout_p=dropout_p, recompute=recompute, residual=residual
         )
@@ -119,7 +133,7 @@ class _FFN(Operation):
 
     def title(self, problem: Problem, tensors: Tensors, options: tuple[Any, ...]) -> str:
         _, _, _, b_up, b_down, w_gate, b_gate, residual, _ = tensors
-        _, dropout_p, _ = options
+        dropout_p = options[1]
         up = "x W_upᵀ" + _plus("b_up", b_up)
         hidden = f"act({up})" if w_gate is None else f"act(x W_gateᵀ{_plus('b_gate', b_gate)}) ⊙ ({up})"
         if dropout_p:
@@ -134,7 +148,7 @@ class _FFN(Operation):
 
     def through_torch(self, call: Prepared, tensors: Tensors) -> Tensor:
         x, w_up, w_down, b_up, b_down, w_gate, b_gate, residual, _ = tensors
-        activation, dropout_p, _ = call.options
+        activation, dropout_p, *_ = call.options
         activate = ACTIVATIONS[activation].torch
         hidden = F.linear(x, w_up, b_up)
         hidden = activate(hidden) if w_gate is None else activate(F.linear(x, w_gate, b_gate)) * hidden
@@ -278,4 +292,62 @@ def _through_hidden(wanted: Sequence[bool]) -> bool:
     return any(_those_through_hidden(wanted))
 
 
+class _Float8FFN(_FFN):
+    """The FFN in 8 bits, or where that is not possible or not faster, the FFN itself; it saves the pre-activations."""
+
+    problem_type = Float8Problem
+
+    def variant(self, options: tuple[Any, ...]) -> Operation:
+        return self
+
+    def instead(self, plan: Any, options: tuple[Any, ...]) -> tuple[Operation, tuple[Any, ...]] | None:
+        return (FFN, (*options[:3], None)) if plan.path == IN_16_BITS else None
+
+    def problem(self, tensors: Tensors, options: tuple[Any, ...]) -> Problem:
+        return Float8Problem(**super().problem(tensors, options).__getstate__())
+
+    def cast(self, call: Prepared, tensors: Tensors) -> Tensors:
+        found = super().cast(call, tensors)
+        note_sources(_weights(tensors), _weights(found))
+        return found
+
+    def facts(self, plan: Any, device: Device) -> list[tuple[str, str]]:
+        found: Float8Plan = plan
+        return found.facts(device)
+
+    def unread(self, call: Prepared, wanted: Sequence[bool]) -> Sequence[int]:
+        return (_B_UP, _B_GATE) if _through_hidden(wanted) else ()
+
+    def forward(self, call: Prepared, operands: Tensors, wanted: Sequence[bool]) -> tuple[Tensors, Tensors]:
+        y, z, z_gate = float8.forward(call, operands, bool(wanted) and _through_hidden(wanted))
+        return (with_leading_dims(y, operands[0]),), (z, z_gate)
+
+    def _gradients(
+        self,
+        call: Prepared,
+        operands: Tensors,
+        made: Tensors,
+        wanted: Sequence[bool],
+        upstream: Tensors,
+        in_place: bool,
+    ) -> Tensors:
+        [dy], x = upstream, operands[0]
+        dy_rows = rows(dy)
+        gradients: list[Tensor | None] = [None] * 7
+        if _through_hidden(wanted):
+            gradients = float8.gradients(call, operands, made, wanted, dy_rows)
+            if gradients[0] is not None and x.dim() != 2:
+                gradients[0] = gradients[0].view(x.shape)
+        if wanted[_B_DOWN]:
+            gradients[_B_DOWN] = column_sums(dy_rows, COLUMN_SUM_TILES, call.ready)
+        return *gradients, dy if wanted[_RESIDUAL] else None, None
+
+    def results(self, operands: Tensors, problem: Any, path: str, extras: dict[str, Any], saving: bool) -> Results:
+        first = next(operand for operand in operands if operand is not None)
+        leading = (problem.M,) if operands[0] is None else operands[0].shape[:-1]
+        kept = Result((problem.M, problem.N), first.dtype) if problem.training else None
+        return [Result((*leading, problem.O), first.dtype)], [kept, kept if problem.gated else None]
+
+
 FFN = _FFN(ffn)
+FLOAT8_FFN = _Float8FFN(ffn, "float8_")

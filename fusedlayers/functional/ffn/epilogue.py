@@ -56,9 +56,7 @@ def gradients(
     plan, arithmetic = call.plan, call.details
     dropout = Dropout(seed, arithmetic.dropout_p)
     if not (dx or dw_up or db_up or dw_gate or db_gate):
-        again = reference.hidden(z, z_gate, activation=arithmetic.activation)
-        again = reference.dropped(again, dropout.p, dropout.seed, dropout.place)
-        return [None, None, _weight_gradient(dy, again), None, None, None, None]
+        return [None, None, weight_gradient(dy, hidden_again(z, z_gate, arithmetic.activation, dropout)), *[None] * 4]
     tiles = plan.epilogue.gradient
     dz, dz_gate, up_sums, gate_sums, hidden, db_down = kernels.hidden_gradient(
         dy, w_down, z, z_gate, db_up or db_gate, tiles.row_tiles, arithmetic, tiles.tiles, tiles.pipeline,
@@ -69,16 +67,22 @@ def gradients(
     results: Gradients = [None] * 7
     results[3], results[4], results[6] = up_sums if db_up else None, db_down, gate_sums if db_gate else None
     if hidden is not None:
-        results[2] = _weight_gradient(dy, hidden)
+        results[2] = weight_gradient(dy, hidden)
         # Free the hidden before the other products allocate.
         hidden = None
     if dx:
         results[0] = _data_gradient(dz, dz_gate, w_up, w_gate)
     if dw_up:
-        results[1] = _weight_gradient(dz, x)
+        results[1] = weight_gradient(dz, x)
     if dw_gate and dz_gate is not None:
-        results[5] = _weight_gradient(dz_gate, x)
+        results[5] = weight_gradient(dz_gate, x)
     return results
+
+
+def hidden_again(z: Tensor, z_gate: Tensor | None, activation: str, dropout: Dropout) -> Tensor:
+    """The hidden after its dropout, from the pre-activations, by torch."""
+    hidden = reference.hidden(z, z_gate, activation=activation)
+    return reference.dropped(hidden, dropout.p, dropout.seed, dropout.place)
 
 
 def _side_by_side(dz: Tensor, dz_gate: Tensor) -> Tensor | None:
@@ -96,5 +100,6 @@ def _data_gradient(dz: Tensor, dz_gate: Tensor | None, w_up: Tensor, w_gate: Ten
     return torch.addmm(torch.mm(dz, w_up), dz_gate, w_gate)
 
 
-def _weight_gradient(dy: Tensor, x: Tensor) -> Tensor:
+def weight_gradient(dy: Tensor, x: Tensor) -> Tensor:
+    """``dyᵀ x`` of dy ``[M, O]`` and x ``[M, K]``: ``[O, K]``."""
     return torch.mm(dy.t(), x)

@@ -1,0 +1,176 @@
+"""Operands in 8 bits, and the weights that stay quantised between the training calls of one step.
+
+Quantised weights are kept while the weight lives and does not change: its version counter and its address are compared
+at every use. Not every change shows there: optimizers, adapters that are merged and averages of weights may write to
+``parameter.data``, or with kernels of their own. So all is dropped at every step of a ``torch.optim.Optimizer``, and
+calls without gradients neither read nor keep anything. CUDA graphs quantise weights themselves, and nothing is kept
+of a trainable weight that was used in one, because a replay may change it. Under an initialised process group nothing
+is kept at all, as sharded training refills the memory of a weight without telling.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.compiler import is_dynamo_compiling
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from ..kernels import gemm_epilogue as kernels
+from ..kernels.float8 import quantise_rows, quantise_transposed
+from ..kernels.hopper import Scaled
+from ..kernels.matmul.arithmetic import Arithmetic
+from ..kernels.tuning import EpiloguePipeline
+from .call import _is_capturing
+from .prepared import Prepared
+
+_IDENTITY = Arithmetic("identity", "coarse", "ieee")
+
+# By the id of a tensor that owns memory: a parameter, or what a view is a view of.
+_kept: dict[int, _Kept] = {}
+# Trainable tensors that were used in a CUDA graph.
+_in_graphs: dict[int, weakref.ref[Tensor]] = {}
+_watching = False
+# Whether a step of an optimizer was captured: each replay changes weights.
+_steps_in_graphs = False
+
+
+class _Kept:
+    """What was made of the parts of one tensor, while that tensor lives and does not change."""
+
+    __slots__ = ("address", "made", "owner", "version")
+
+    def __init__(self, owner: Tensor) -> None:
+        key = id(owner)
+        self.owner = weakref.ref(owner, lambda _: _kept.pop(key, None))
+        self.address, self.version = owner.data_ptr(), owner._version
+        # With what is kept of further tensors that it was made of.
+        self.made: dict[tuple[object, ...], tuple[Scaled, list[_Kept]]] = {}
+
+    def stands(self, owner: Tensor) -> bool:
+        """Whether it is still the same tensor, with the same values."""
+        return self.owner() is owner and self.address == owner.data_ptr() and self.version == owner._version
+
+
+def _kept_of(owner: Tensor) -> _Kept:
+    found = _kept.get(id(owner))
+    if found is None or not found.stands(owner):
+        found = _kept[id(owner)] = _Kept(owner)
+    return found
+
+
+def _from_weights(kind: str, make: Callable[..., Scaled], weights: tuple[Tensor, ...], call: Prepared) -> Scaled:
+    """``make(*weights)``, or what an earlier call made of the same values; ``kind`` names what is made."""
+    sources = [_source_of(weight) for weight in weights]
+    owners = [source if source._base is None else source._base for source in sources]
+    if not _may_keep(owners, call.problem):
+        return make(*weights, ready=call.ready)
+    first, *others = [_kept_of(owner) for owner in owners]
+    # Another stream would have to wait for the kernel that quantises.
+    stream = torch._C._cuda_getCurrentRawStream(weights[0].device.index) if weights[0].is_cuda else 0
+    parts = [
+        (id(owner), source.storage_offset(), source.shape, source.stride(), weight.dtype)
+        for owner, source, weight in zip(owners, sources, weights, strict=True)
+    ]
+    key = (kind, stream, *parts)
+    known = first.made.get(key)
+    if known is not None and all(one is other for one, other in zip(known[1], others, strict=True)):
+        return known[0]
+    made = make(*weights, ready=call.ready)
+    first.made[key] = made, others
+    return made
+
+
+def note_sources(weights: Sequence[Tensor | None], cast: Sequence[Tensor | None]) -> None:
+    """Notes on each weight that autocast has ``cast`` what it was cast from: that lives on, and changes seldom."""
+    for weight, other in zip(weights, cast, strict=True):
+        if weight is not None and other is not None and other is not weight and not weight.is_inference():
+            other._fused_source = weight, weight._version  # type: ignore[attr-defined]
+
+
+def _source_of(weight: Tensor) -> Tensor:
+    """What a weight was cast from, if that has not changed since; else itself."""
+    source, version = getattr(weight, "_fused_source", (None, 0))
+    return weight if source is None or source._version != version else source
+
+
+def _may_keep(owners: list[Tensor], problem: Any) -> bool:
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_available() and distributed.is_initialized():
+        return False
+    _watch_optimizers()
+    if problem.captured or (owners[0].is_cuda and _is_capturing()):
+        for owner in owners:
+            if owner.requires_grad:
+                _note_graph(owner)
+        return False
+    if not problem.training or _steps_in_graphs:
+        return False
+    # Inference tensors have no version, and what a call has just computed does not come again.
+    return not any(owner.is_inference() or not owner.is_leaf or id(owner) in _in_graphs for owner in owners)
+
+
+def _note_graph(owner: Tensor) -> None:
+    key = id(owner)
+    _in_graphs[key] = weakref.ref(owner, lambda _: _in_graphs.pop(key, None))
+    _kept.pop(key, None)
+
+
+def _watch_optimizers() -> None:
+    global _watching
+    if not _watching:
+        register_optimizer_step_post_hook(_after_step)
+        _watching = True
+
+
+def _after_step(*_: Any) -> None:
+    """Drops what is kept. Compiled steps, which do not come here, change version counters."""
+    if is_dynamo_compiling():
+        return
+    global _steps_in_graphs
+    if torch.cuda.is_available() and _is_capturing():
+        _steps_in_graphs = True
+    _kept.clear()
+
+
+def forget_weights() -> None:
+    """Drops all quantised weights: for weights that were changed past their version counter, and no optimizer."""
+    _kept.clear()
+
+
+def quantised_weight(weight: Tensor, call: Prepared) -> Scaled:
+    """The weight ``[N, K]`` with a scale for each row, any strides."""
+    return _from_weights("rows", _quantised_rows, (weight,), call)
+
+
+def _quantised_rows(weight: Tensor, ready: dict[Any, Any]) -> Scaled:
+    return quantise_rows(weight, ready=ready) if weight.stride(1) == 1 else quantise_transposed(weight.T, ready=ready)
+
+
+def quantised_transpose(weights: tuple[Tensor, ...], call: Prepared) -> Scaled:
+    """The transposes of one or two weights ``[N, K]`` side by side, with a scale for each of the K rows."""
+    return _from_weights("transposed", quantise_transposed, weights, call)
+
+
+def quantised(x: Tensor, ready: dict[Any, Any]) -> Scaled:
+    """x ``[M, K]`` with a scale for each row, any strides."""
+    return quantise_rows(x if x.stride(1) == 1 else x.contiguous(), ready=ready)
+
+
+def product(
+    left: Scaled, right: Scaled, bias: Tensor | None, pipeline: EpiloguePipeline, like: Tensor, ready: dict[Any, Any]
+) -> Tensor:
+    """``left rightᵀ + bias`` in the dtype of ``like``: left ``[M, K]``, right ``[N, K]`` -> ``[M, N]``."""
+    found, _, _ = kernels.scaled_hidden(
+        left, right, packed(bias), None, None, False, _IDENTITY, pipeline, like.dtype, ready=ready
+    )
+    return found
+
+
+def packed(bias: Tensor | None) -> Tensor | None:
+    """A bias as the kernels read it."""
+    return bias if bias is None or bias.stride(0) == 1 else bias.contiguous()

@@ -1,0 +1,227 @@
+"""FFNs and linear layers whose products run in 8 bits: which calls do, and why the others run as in 16 bits.
+
+The products of a call are those of x and of upstream gradients with the weights. Weight gradients stay in 16 bits.
+"""
+
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar
+
+from ..kernels.tuning import EPILOGUE_PIPELINES, EpiloguePipeline
+from ..kernels.tuning.dtypes import GENERIC
+from .call import Call, Decision, Facts, activation_accuracy, no_kernels
+from .devices import Device, floor_seconds
+from .gemm_gemm import Problem
+from .linear import LinearProblem
+from .weight_gradient import WeightGradientPlan
+
+IN_8_BITS, IN_16_BITS = "float8", "bf16"
+# Rows of operands and results begin at multiples of 16 bytes.
+MULTIPLE = 16
+# Auto mode's limits: the narrowest layer, and the least FLOPs of one of its products, launched one by one and inside a
+# CUDA graph. On an H100 forward and backward take 0.96 of the time in bfloat16 at 16,384 × 1024 × 4096 (2^37 FLOPs) in
+# a graph, where quantising takes nearly all that 8 bits gain. Launched one by one, where more launches wait for the
+# host, a linear takes 1.16 of it at 8192 × 4096 × 4096 (2^38), and a gated FFN 0.77 at 8192 × 4096 × 14,336.
+LEAST_WIDTH, LEAST_FLOPS = 1024, (2**39, 2**37)
+# The FLOPs of one 16-bit instruction for those of an 8-bit one.
+_RATE = 0.5
+
+
+@dataclass(frozen=True)
+class Float8Problem(Problem):
+    """An FFN in 8 bits."""
+
+    recipe: str = "rowwise"
+
+    __hash__ = Call.__hash__
+
+    @property
+    def plain(self) -> Problem:
+        """The same call in 16 bits."""
+        return Problem(**_without_recipe(self))
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        return self.K, self.N, self.O
+
+    @property
+    def kept_elements(self) -> int:
+        """x and the pre-activations."""
+        return self.M * (self.K + (2 if self.gated else 1) * self.N)
+
+    @property
+    def workspace_bytes(self) -> int:
+        """h, x and h in 8 bits; in the backward pass h and the gradients of the pre-activations, these and dy in 8."""
+        parts = 2 if self.gated else 1
+        forward = self.M * (self.N * self.element_bytes + self.K + self.N)
+        backward = self.M * (self.N * (self.element_bytes * (parts + 1) + parts) + self.O)
+        return backward if self.training else forward
+
+    @property
+    def why_in_16_bits(self) -> str | None:
+        """What of the call 8 bits cannot give, or None."""
+        if self.recompute is True:
+            return "products in 8 bits keep pre-activations, which recompute=True forbids"
+        if (
+            self.saved_limit is not None
+            and self.training
+            and self.kept_elements * self.element_bytes > self.saved_limit
+        ):
+            return "products in 8 bits keep more bytes than recompute= allows"
+        return None
+
+    def kept_by_torch(self, device: Device) -> int:
+        return self.plain.kept_by_torch(device)
+
+    def plan(self, device: Device, backend: str) -> "Float8Plan":  # type: ignore[override]
+        return plan(self, device, backend)
+
+
+@dataclass(frozen=True)
+class Float8LinearProblem(LinearProblem):
+    """A linear layer in 8 bits."""
+
+    recipe: str = "rowwise"
+
+    gated: ClassVar[bool] = False
+
+    __hash__ = Call.__hash__
+
+    @property
+    def plain(self) -> LinearProblem:
+        """The same call in 16 bits."""
+        return LinearProblem(**_without_recipe(self))
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        return self.K, self.N
+
+    @property
+    def workspace_bytes(self) -> int:
+        """x or dy in 8 bits."""
+        return self.M * (max(self.K, self.N) if self.needs_data_gradient else self.K)
+
+    @property
+    def why_in_16_bits(self) -> str | None:
+        """What of the call 8 bits cannot give, or None."""
+        return "split_k and reduction ask for split kernels by name" if self.asks_for_kernels else None
+
+    def kept_by_torch(self, device: Device) -> int:
+        return self.plain.kept_by_torch(device)
+
+    def plan(self, device: Device, backend: str) -> "Float8Plan":  # type: ignore[override]
+        return plan(self, device, backend)
+
+
+def _without_recipe(problem: Any) -> dict[str, Any]:
+    return {each.name: getattr(problem, each.name) for each in fields(problem) if each.name != "recipe"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Float8Plan(Decision):
+    """The path is "float8", or "bf16" where the call runs as without ``precision``."""
+
+    hidden_pipeline: EpiloguePipeline | None = None
+    gradient_pipeline: EpiloguePipeline | None = None
+    product_pipeline: EpiloguePipeline | None = None
+    weight_gradient: WeightGradientPlan | None = None  # of a linear layer; None: torch's products
+    accuracy: str = "exact"  # of activations in kernels
+
+    def runs(self) -> str:
+        if self.path == IN_16_BITS:
+            return "in 16 bits"
+        return "in the float8 kernels (e4m3, a scale for each row; weight gradients in 16 bits)"
+
+    def gain(self, device: Device) -> str:
+        return self.reason
+
+    def kernel_facts(self) -> Facts:
+        named = {
+            "hidden": self.hidden_pipeline,
+            "hidden-gradient": self.gradient_pipeline,
+            "product": self.product_pipeline,
+        }
+        rows = [(f"{name} tiles", _text(pipeline)) for name, pipeline in named.items() if pipeline is not None]
+        return [("precision", f"fp8, {self.problem.recipe}; weight gradients in 16 bits"), *rows]
+
+
+def _text(pipeline: EpiloguePipeline) -> str:
+    rows, columns = pipeline.tile
+    return f"sm90: {rows} × {columns} of the product, {pipeline.step} inner, stages {pipeline.stages}"
+
+
+def plan(problem: Any, device: Device, backend: str = "auto") -> Float8Plan:
+    """The path of a call with ``precision="fp8"`` on ``device``."""
+    reason = why_not(problem, device, backend)
+    p, in_8_bits = problem, reason is None
+    forward, backward = p.model_flops
+    weights = p.needs_weight_gradient * forward
+    plain = p.plain.plan(device, backend)
+    options: dict[str, Any] = {"saved_bytes": plain.saved_bytes, "workspace_bytes": plain.workspace_bytes}
+    if in_8_bits:
+        ffn = isinstance(p, Float8Problem)
+        options = {
+            "hidden_pipeline": EPILOGUE_PIPELINES["scaled_hidden", p.gated] if ffn else None,
+            "gradient_pipeline": EPILOGUE_PIPELINES["scaled_hidden_gradient", p.gated] if ffn and p.training else None,
+            "product_pipeline": EPILOGUE_PIPELINES["scaled_hidden", False],
+            "weight_gradient": getattr(plain, "weight_gradient", None),
+            "accuracy": activation_accuracy(p, device),
+            "saved_bytes": p.kept_elements * p.element_bytes * p.training if ffn else plain.saved_bytes,
+            "workspace_bytes": p.workspace_bytes,
+            "floor_seconds": floor_seconds(
+                int(_RATE * (forward + backward - weights)) + weights, plain.bytes, p.dtype, device
+            ),
+        }
+    return Float8Plan(
+        problem=p,
+        path=IN_8_BITS if in_8_bits else IN_16_BITS,
+        reason="products of 8-bit operands take half the time" if in_8_bits else str(reason),
+        rejected=((IN_16_BITS, "the products are large enough to gain more than quantising takes"),)
+        if in_8_bits
+        else ((IN_8_BITS, str(reason)),),
+        flops=plain.flops if not in_8_bits else forward + backward,
+        bytes=plain.bytes,
+        **options,
+    )
+
+
+def why_not(problem: Any, device: Device, backend: str = "auto") -> str | None:
+    """Why a call runs in 16 bits although ``precision`` asks for 8, or None."""
+    p = problem
+    if backend == "torch":
+        return "the backend is set to torch"
+    if (reason := no_kernels(p, device)) is not None:
+        return reason
+    if device.backend == GENERIC:
+        return "products in 8 bits are warp-specialised kernels, and these do not run here"
+    if not p.format.narrow:
+        return f"operands of {p.dtype} are not quantised: expected 16 bits"
+    if (reason := why_uneven(p.widths)) is not None:
+        return reason
+    if (reason := p.why_in_16_bits) is not None:
+        return str(reason)
+    if backend == "triton":
+        return None
+    if device.left_to_torch:
+        return device.left_to_torch
+    if device.release_note:
+        return f"the self-test of an unknown release of Triton has no products in 8 bits: {device.release_note}"
+    if (reason := why_narrow(p.widths)) is not None:
+        return reason
+    flops, least = 2 * p.M * p.K * p.N, LEAST_FLOPS[p.captured]
+    if flops < least:
+        bound = "inside a CUDA graph" if p.captured else "launched one by one"
+        return f"the call is too small: {flops:,} FLOPs in a product, worth quantising from {least:,} on when {bound}"
+    return None
+
+
+def why_uneven(widths: tuple[int, ...]) -> str | None:
+    """Why no call of a layer of these widths runs in 8 bits, or None."""
+    width = next((width for width in widths if width % MULTIPLE), None)
+    return None if width is None else f"a width of {width} is no multiple of {MULTIPLE}"
+
+
+def why_narrow(widths: tuple[int, ...]) -> str | None:
+    """Why auto mode runs no call of a layer of these widths in 8 bits, or None."""
+    if min(widths) >= LEAST_WIDTH:
+        return None
+    return f"a width of {min(widths):,} is below {LEAST_WIDTH:,}, where quantising takes what 8 bits gain"

@@ -1,0 +1,213 @@
+"""8-bit values (e4m3) of a matrix and one float32 scale for each of its rows, or for each row of its transpose.
+
+A row ``x`` becomes ``values = x · (448 / m)`` and ``scale = m / 448``, with the row's absolute maximum m, so that
+``values · scale`` is close to ``x``: 448 is the largest number of e4m3. A row of zeros has the scale 1. A row that
+holds NaN or an infinity has the scale NaN or infinity and holds NaN itself, so that every product with it is NaN.
+
+Values are rounded to nearest even and saturate. They are written as integers of 8 bits: a conversion to e4m3 whose
+result changes its layout afterwards was miscompiled on Hopper (triton#11111).
+"""
+
+from typing import Any
+
+import torch
+
+from .device import tl, triton
+from .hopper import Scaled
+from .launching import Launch, ceil_div, layout_of, prepared, vector_unit
+from .tiles import in_units, load_tile, load_vector, store_tile
+
+E4M3 = torch.float8_e4m3fn
+LARGEST = 448.0
+# Smaller maxima count as this: 448 divided by it is still finite.
+SMALLEST = 2.0**-100
+
+_LARGEST, _SMALLEST = tl.constexpr(LARGEST), tl.constexpr(SMALLEST)
+# The longest block of a row that a program keeps in registers; longer rows are read twice.
+_LONGEST_BLOCK = 16384
+# Elements of a program with short rows, and of each warp of one with longer rows.
+_ELEMENTS, _OF_A_WARP = 4096, 1024
+# Tiles of the transposing kernels: rows and columns of the matrix. A row of the transpose gets 128 bytes at a time.
+_TILE_ROWS, _TILE_COLUMNS = 128, 64
+# Rows of one band, whose maxima one program finds.
+_BAND_ROWS = 512
+
+
+@triton.jit
+def _magnitude(x):
+    """The absolute values of 16-bit numbers as integers of the same order, in which NaN is larger than infinity."""
+    return x.to(tl.int16, bitcast=True) & 0x7FFF
+
+
+@triton.jit
+def _as_number(magnitude, x):
+    """The float32 of a :func:`_magnitude` of such numbers as x."""
+    return magnitude.to(tl.int16).to(x.dtype, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def _scales(largest):
+    """(scale, factor) of rows with these absolute maxima: values are multiplied by the factor to be quantised."""
+    # Not tl.maximum, which drops NaN.
+    bounded = tl.where(largest < _SMALLEST, _SMALLEST, largest)
+    scale = tl.where(largest == 0.0, 1.0, tl.div_rn(bounded, tl.zeros_like(bounded) + _LARGEST))
+    return scale, tl.div_rn(tl.zeros_like(bounded) + _LARGEST, bounded)
+
+
+@triton.jit
+def _quantised(x, factor):
+    """e4m3 values, as integers of 8 bits."""
+    return (x.to(tl.float32) * factor).to(tl.float8e4nv).to(tl.int8, bitcast=True)
+
+
+@triton.jit(do_not_specialize=["M"])
+def _quantise_rows_kernel(
+    x_ptr, other_ptr, values_ptr, scales_ptr, stride_x, stride_other, stride_values, K, M, ROWS: tl.constexpr,
+    BLOCK: tl.constexpr, WHOLE: tl.constexpr, UNIT: tl.constexpr,
+):  # fmt: skip
+    """Rows ``[x | other]``; ``WHOLE``: a row of each is one block, which stays in registers."""
+    stride_x, stride_other = in_units(stride_x, UNIT), in_units(stride_other, UNIT)
+    stride_values, K = in_units(stride_values, UNIT), in_units(K, UNIT)
+    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    cols = tl.arange(0, BLOCK)
+    if WHOLE:
+        x = load_tile(x_ptr, rows, cols, stride_x, 1, M, K)
+        largest = tl.max(_magnitude(x), 1)
+        if other_ptr is not None:
+            other = load_tile(other_ptr, rows, cols, stride_other, 1, M, K)
+            largest = tl.maximum(largest, tl.max(_magnitude(other), 1))
+        scale, factor = _scales(_as_number(largest, x))
+        store_tile(values_ptr, _quantised(x, factor[:, None]), rows, cols, stride_values, 1, M, K)
+        if other_ptr is not None:
+            quantised = _quantised(other, factor[:, None])
+            store_tile(values_ptr + K, quantised, rows, cols, stride_values, 1, M, K)
+    else:
+        x = load_tile(x_ptr, rows, cols, stride_x, 1, M, K)
+        largest = _magnitude(x)
+        for first in tl.range(BLOCK, K, BLOCK):
+            x = load_tile(x_ptr, rows, first + cols, stride_x, 1, M, K)
+            largest = tl.maximum(largest, _magnitude(x))
+        if other_ptr is not None:
+            for first in tl.range(0, K, BLOCK):
+                x = load_tile(other_ptr, rows, first + cols, stride_other, 1, M, K)
+                largest = tl.maximum(largest, _magnitude(x))
+        scale, factor = _scales(_as_number(tl.max(largest, 1), x))
+        for first in tl.range(0, K, BLOCK):
+            x = load_tile(x_ptr, rows, first + cols, stride_x, 1, M, K)
+            store_tile(values_ptr, _quantised(x, factor[:, None]), rows, first + cols, stride_values, 1, M, K)
+        if other_ptr is not None:
+            for first in tl.range(0, K, BLOCK):
+                x = load_tile(other_ptr, rows, first + cols, stride_other, 1, M, K)
+                quantised = _quantised(x, factor[:, None])
+                store_tile(values_ptr + K, quantised, rows, first + cols, stride_values, 1, M, K)
+    tl.store(scales_ptr + rows, scale, mask=rows < M)
+
+
+@triton.jit
+def _column_maxima_kernel(
+    x_ptr, maxima_ptr, stride_m, stride_k, M, K, BAND: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr
+):
+    """The absolute maxima of the columns in one band of rows, float32 ``[bands, K]``."""
+    columns = tl.cdiv(K, BLOCK_K)
+    band, tile = tl.program_id(0) // columns, tl.program_id(0) % columns
+    first = band.to(tl.int64) * BAND
+    cols = tile * BLOCK_K + tl.arange(0, BLOCK_K)
+    x = load_tile(x_ptr, first + tl.arange(0, BLOCK_M), cols, stride_m, stride_k, M, K)
+    largest = _magnitude(x)
+    for row in tl.range(BLOCK_M, BAND, BLOCK_M):
+        x = load_tile(x_ptr, first + row + tl.arange(0, BLOCK_M), cols, stride_m, stride_k, M, K)
+        largest = tl.maximum(largest, _magnitude(x))
+    tl.store(maxima_ptr + band.to(tl.int64) * K + cols, _as_number(tl.max(largest, 0), x), mask=cols < K)
+
+
+@triton.jit
+def _quantise_transposed_kernel(
+    x_ptr, largest_ptr, values_ptr, scales_ptr, stride_m, stride_k, stride_values, M, K, BLOCK_M: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """The transpose ``[K, M]`` of x, whose columns have these maxima; the first program of a column stores scales."""
+    columns = tl.cdiv(K, BLOCK_K)
+    band, tile = tl.program_id(0) // columns, tl.program_id(0) % columns
+    rows = band.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    cols = tile * BLOCK_K + tl.arange(0, BLOCK_K)
+    scale, factor = _scales(load_vector(largest_ptr, cols, 1, K))
+    x = load_tile(x_ptr, rows, cols, stride_m, stride_k, M, K)
+    store_tile(values_ptr, tl.trans(_quantised(x, factor[None, :])), cols, rows, stride_values, 1, K, M)
+    if band == 0:
+        tl.store(scales_ptr + cols, scale, mask=cols < K)
+
+
+def quantise_rows(x: torch.Tensor, other: torch.Tensor | None = None, ready: dict[Any, Any] | None = None) -> Scaled:
+    """x ``[M, K]`` of 16-bit numbers in 8 bits, with one scale for each row.
+
+    With ``other``, of the same shape and dtype, both lie side by side: ``[M, 2 K]``. Elements of a row are contiguous.
+    ``ready`` belongs to one prepared call: see ``gemm_gemm.Operands``.
+    """
+    rows, columns = x.shape
+    wide = columns if other is None else 2 * columns
+    found = Scaled(x.new_empty(rows, wide, dtype=E4M3), x.new_empty(rows, dtype=torch.float32))
+    if not rows:
+        return found
+    name = "quantised rows", rows, columns, layout_of(x), None if other is None else layout_of(other)
+    prepared(ready, name, _prepare_rows, x, other)((x, other, found.values.view(torch.int8), found.scale))
+    return found
+
+
+def _prepare_rows(x: torch.Tensor, other: torch.Tensor | None) -> Launch:
+    rows, columns = x.shape
+    for name, each in {"x": x, "other": other}.items():
+        if each is not None and (each.stride(1) != 1 or each.shape != x.shape):
+            layout = f"shape {list(each.shape)} and strides {each.stride()}"
+            raise ValueError(f"{name} has {layout}: expected {list(x.shape)}, contiguous in a row")
+    block = min(triton.next_power_of_2(columns), _LONGEST_BLOCK)
+    at_once = max(1, _ELEMENTS // block)
+    strides = x.stride(0), 0 if other is None else other.stride(0)
+    wide = columns if other is None else 2 * columns
+    return Launch(
+        _quantise_rows_kernel, ceil_div(rows, at_once), (*strides, wide, columns), (rows,),
+        (at_once, block, columns <= block, vector_unit(x, columns, *strides)), max(4, block // _OF_A_WARP),
+    )  # fmt: skip
+
+
+def quantise_transposed(
+    x: torch.Tensor, other: torch.Tensor | None = None, ready: dict[Any, Any] | None = None
+) -> Scaled:
+    """The transpose ``[K, M]`` of x ``[M, K]`` of 16-bit numbers in 8 bits, with one scale for each of its rows.
+
+    With ``other``, of the same shape and dtype, both transposes lie side by side: ``[K, 2 M]``. Any strides.
+    """
+    rows, columns = x.shape
+    given = [x] if other is None else [x, other]
+    found = Scaled(x.new_empty(columns, rows * len(given), dtype=E4M3), x.new_empty(columns, dtype=torch.float32))
+    bands = ceil_div(rows, _BAND_ROWS)
+    partial = x.new_empty(len(given), bands, columns, dtype=torch.float32)
+    for maxima, each in zip(partial, given, strict=True):
+        _prepared_maxima(each, ready)((each, maxima))
+    largest = partial.amax((0, 1))
+    values = found.values.view(torch.int8)
+    for place, each in enumerate(given):
+        part = values[:, place * rows : (place + 1) * rows]
+        _prepared_transposed(each, part, ready)((each, largest, part, found.scale))
+    return found
+
+
+def _prepared_maxima(x: torch.Tensor, ready: dict[Any, Any] | None) -> Launch:
+    (rows, columns), block_rows = x.shape, _TILE_ROWS // 2
+
+    def prepare() -> Launch:
+        programs = ceil_div(rows, _BAND_ROWS) * ceil_div(columns, _TILE_COLUMNS)
+        numbers = (*x.stride(), rows, columns)
+        return Launch(_column_maxima_kernel, programs, numbers, (), (_BAND_ROWS, block_rows, _TILE_COLUMNS), 4)
+
+    return prepared(ready, ("column maxima", rows, columns, layout_of(x)), prepare)
+
+
+def _prepared_transposed(x: torch.Tensor, values: torch.Tensor, ready: dict[Any, Any] | None) -> Launch:
+    rows, columns = x.shape
+
+    def prepare() -> Launch:
+        programs = ceil_div(rows, _TILE_ROWS) * ceil_div(columns, _TILE_COLUMNS)
+        numbers = (*x.stride(), values.stride(0), rows, columns)
+        return Launch(_quantise_transposed_kernel, programs, numbers, (), (_TILE_ROWS, _TILE_COLUMNS), 4)
+
+    return prepared(ready, ("quantised transpose", rows, columns, layout_of(x), layout_of(values)), prepare)

@@ -1,0 +1,159 @@
+"""The quantising kernels: values and scales of the model, transposes, any strides, and the compiled kernels."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from fusedlayers.kernels import float8
+from fusedlayers.kernels.float8 import Scaled, quantise_rows, quantise_transposed
+from fusedlayers.reference.float8 import LARGEST, SMALLEST, dequantised, quantised_rows
+from tests.kernels.test_code_generation import compiled, faults
+from tests.support.operands import DEVICE, ON_GPU, needs_kernels
+
+DTYPES = [torch.float16, *([torch.bfloat16] if ON_GPU else [])]
+SIZES = [(1, 16), (5, 48), (33, 200), (130, 1040), (3, 5000), *([(3, 40_000), (9000, 64)] if ON_GPU else [])]
+
+kernels = pytest.mark.usefixtures("poisoned_memory")
+
+
+def drawn(rows: int, columns: int, dtype: torch.dtype) -> Tensor:
+    """Rows and columns of powers of two times integers of three bits, one of them 7: no value is rounded.
+
+    The interpreter rounds e4m3 wrongly where a mantissa carries.
+    """
+    values = torch.randint(-7, 8, (rows, columns), device=DEVICE).float()
+    values[torch.arange(rows), torch.randint(columns, (rows,))] = 7
+    values[torch.randint(rows, (columns,)), torch.arange(columns)] = -7
+    return (values * torch.randint(-2, 3, (rows, 1), device=DEVICE).float().exp2()).to(dtype)
+
+
+def assert_same(found: Scaled, matrix: Tensor) -> None:
+    values, scale = quantised_rows(matrix)
+    assert found.values.dtype == torch.float8_e4m3fn
+    assert found.scale.dtype == torch.float32
+    assert torch.equal(found.scale, scale)
+    assert torch.equal(found.values.view(torch.int8), values.view(torch.int8))
+
+
+@kernels
+@needs_kernels
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("size", SIZES, ids=str)
+def test_values_and_scales_of_rows(size: tuple[int, int], dtype: torch.dtype) -> None:
+    x, other = drawn(*size, dtype), drawn(*size, dtype)
+    x[0] = 0
+    assert_same(quantise_rows(x), x)
+    assert_same(quantise_rows(x, other), torch.cat((x, other), 1))
+    ready: dict[object, object] = {}
+    for _ in range(3):
+        assert_same(quantise_rows(other, x, ready), torch.cat((other, x), 1))
+    assert quantise_rows(x).scale[0] == 1
+
+
+@kernels
+@needs_kernels
+def test_rows_longer_than_a_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(float8, "_LONGEST_BLOCK", 64)
+    for columns in (65, 128, 200):
+        x, other = drawn(37, columns, torch.float16), drawn(37, columns, torch.float16)
+        # The maximum is in the last block.
+        x[:, :64] /= 4
+        x[:, -1] = x.abs().amax() / 7 * 7
+        assert_same(quantise_rows(x), x)
+        assert_same(quantise_rows(x, other), torch.cat((x, other), 1))
+
+
+@kernels
+@needs_kernels
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("size", [*SIZES, (1100, 70)], ids=str)
+def test_values_and_scales_of_the_transpose(size: tuple[int, int], dtype: torch.dtype) -> None:
+    first, second = drawn(*size, dtype).T, drawn(*size, dtype).T
+    # The matrix lies transposed, and as it is.
+    for x, other in ((first, second), (first.contiguous(), second.contiguous()), (first.contiguous(), second)):
+        assert_same(quantise_transposed(x), x.T)
+        assert_same(quantise_transposed(x, other), torch.cat((x, other)).T)
+
+
+@needs_kernels
+def test_strides_between_rows() -> None:
+    x = drawn(20, 96, torch.float16)
+    for view in (x[::3], x[:, 8:56], x[:1].expand(30, 96), x[3:9, 1:]):
+        assert_same(quantise_rows(view), view)
+        assert_same(quantise_transposed(view.T.contiguous()), view)
+    with pytest.raises(ValueError, match="x has shape"):
+        quantise_rows(x.T)
+    with pytest.raises(ValueError, match="other has shape"):
+        quantise_rows(x, x[:, :48])
+
+
+@needs_kernels
+def test_small_and_large_rows() -> None:
+    x = torch.tensor([[2.0**-24, 0.0], [60000.0, -30000.0], [0.0, 0.0]], dtype=torch.float16, device=DEVICE)
+    found = quantise_rows(x)
+    assert torch.allclose(dequantised(found), x.float(), rtol=2.0**-4)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_a_row_with_what_is_not_finite_is_nan(value: float) -> None:
+    x = torch.randn(6, 512, device=DEVICE).bfloat16()
+    x[2, 77] = value
+    found = quantise_rows(x)
+    assert (dequantised(found).isnan().any(1) == torch.tensor([0, 0, 1, 0, 0, 0], device=DEVICE)).all()
+    assert not dequantised(quantise_transposed(x.T.contiguous()))[[0, 1, 3, 4, 5]].isnan().any()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_random_numbers_are_rounded_as_torch_rounds_them(dtype: torch.dtype) -> None:
+    for rows, columns in ((1000, 1024), (77, 4096), (50, 14_336), (13, 28_672)):
+        x = (torch.randn(rows, columns, device=DEVICE) * torch.randn(rows, 1, device=DEVICE).exp()).to(dtype)
+        assert_same(quantise_rows(x), x)
+        assert_same(quantise_rows(x, 3 * x), torch.cat((x, 3 * x), 1))
+        assert_same(quantise_transposed(x.T.contiguous()), x)
+
+
+def test_the_model_is_close_and_saturates() -> None:
+    x = torch.randn(50, 300).bfloat16()
+    error = (dequantised(quantised_rows(x)) - x.float()).abs()
+    assert (error <= x.float().abs() * 2.0**-4 + x.float().abs().amax(1, True) * 2.0**-9 / LARGEST * 2).all()
+    assert dequantised(quantised_rows(torch.full((1, 4), SMALLEST / 4))).isfinite().all()
+    assert quantised_rows(torch.tensor([[math.inf, 1.0]]))[0].float().isnan().any()
+
+
+QUANTISING = """
+import json
+
+import torch
+from code_generation import compiling_for
+from fusedlayers.kernels.float8 import quantise_rows, quantise_transposed
+
+for columns in (1024, 4096, 8192, 14336, 28672):
+    for two in (False, True):
+        x = torch.empty(8192, columns, dtype=torch.bfloat16)
+        with compiling_for("sm_90", sm90=True) as reports:
+            quantise_rows(x, x if two else None)
+            if columns == 4096:
+                quantise_transposed(x, x if two else None)
+        for report in reports:
+            print(json.dumps(report | {"dtype": "bfloat16", "width": columns, "gated": two}), flush=True)
+"""
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+def test_compiled_without_spills(tmp_path: Path) -> None:
+    (tmp_path / "quantising.py").write_text(QUANTISING)
+    found = compiled(tmp_path, "quantising.py")
+    assert {report["kernel"] for report in found} == {"quantise_rows", "column_maxima", "quantise_transposed"}
+    assert len(found) == 16
+    for report in found:
+        assert report["spill_bytes"] == 0
+        assert faults(report) == []
+        assert report["vectors"]

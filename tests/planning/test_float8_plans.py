@@ -1,0 +1,109 @@
+"""Which calls run in 8 bits: by device, widths, dtype, wish and size; and what such a plan says."""
+
+from __future__ import annotations
+
+import pickle
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from fusedlayers import planning
+from fusedlayers.planning import CARDS, Device, Float8LinearProblem, Float8Plan, Float8Problem, LinearProblem, Problem
+from fusedlayers.planning.float8 import LEAST_FLOPS
+
+H100 = CARDS["H100"]
+GENERIC = replace(H100, backend="generic")
+NOT_TRITON = Device("cuda", "H100", "sm_90", 132)
+SIZES = {"M": 16_384, "K": 2048, "N": 8192}
+TRAINED = {"needs_data_gradient": True, "needs_weight_gradient": True}
+
+
+def ffn(**facts: Any) -> Float8Problem:
+    return Float8Problem(**{"operation": "ffn", "batch": 1, "O": 2048, "dtype": "bfloat16", **SIZES, **facts})
+
+
+def linear(**facts: Any) -> Float8LinearProblem:
+    return Float8LinearProblem(**{"dtype": "bfloat16", **SIZES, **facts})
+
+
+PROBLEMS = pytest.mark.parametrize("make", [ffn, linear])
+
+
+@PROBLEMS
+def test_wide_calls_on_an_h100(make: Any) -> None:
+    for facts in ({}, TRAINED, {"dtype": "float16"}):
+        plan = planning.plan(make(**facts), H100)
+        assert isinstance(plan, Float8Plan)
+        assert plan.path == "float8"
+        assert plan.product_pipeline.bits == 8
+        assert plan.floor_seconds < plan.problem.plain.plan(H100, "auto").floor_seconds
+        assert dict(plan.facts(H100))["precision"] == "fp8, rowwise; weight gradients in 16 bits"
+
+
+@PROBLEMS
+@pytest.mark.parametrize(
+    ("facts", "device", "backend", "reason"),
+    [
+        ({}, H100, "torch", "the backend is set to torch"),
+        ({}, GENERIC, "auto", "warp-specialised"),
+        ({}, GENERIC, "triton", "warp-specialised"),
+        ({}, NOT_TRITON, "auto", "Triton is not installed"),
+        ({}, replace(H100, left_to_torch="an unknown release"), "auto", "an unknown release"),
+        ({}, replace(H100, release_note="Triton 9"), "auto", "no products in 8 bits: Triton 9"),
+        ({"dtype": "float32"}, H100, "triton", "operands of float32"),
+        ({"subclass": "DTensor"}, H100, "triton", "DTensor"),
+        ({"M": 0}, H100, "triton", "nothing to compute"),
+        ({"K": 2056}, H100, "triton", "a width of 2056 is no multiple of 16"),
+        ({"K": 512}, H100, "auto", "a width of 512 is below"),
+        ({"M": 64}, H100, "auto", "the call is too small"),
+    ],
+)
+def test_why_a_call_stays_in_16_bits(
+    make: Any, facts: dict[str, Any], device: Device, backend: str, reason: str
+) -> None:
+    problem = make(**facts)
+    plan = planning.plan(problem, device, backend)
+    assert plan.path == "bf16"
+    assert reason in plan.reason
+    assert plan.unsupported is None
+    if device is H100 and backend == "auto" and not facts.get("dtype"):
+        assert planning.plan(problem, device, "triton").path == "float8"
+
+
+def test_what_of_a_call_8_bits_cannot_give() -> None:
+    for problem, reason in (
+        (ffn(recompute=True, **TRAINED), "recompute=True forbids"),
+        (ffn(saved_limit=2**20, **TRAINED), "more bytes than recompute= allows"),
+        (linear(split_k=2), "ask for split kernels"),
+        (linear(atomic=True), "ask for split kernels"),
+    ):
+        assert reason in planning.plan(problem, H100, "triton").reason
+    assert planning.plan(ffn(saved_limit=2**40, **TRAINED), H100).path == "float8"
+
+
+def test_fewer_flops_inside_of_a_graph() -> None:
+    rows = LEAST_FLOPS[1] // (2 * SIZES["K"] * SIZES["N"])
+    assert planning.plan(ffn(M=rows), H100).path == "bf16"
+    assert planning.plan(ffn(M=rows, captured=True), H100).path == "float8"
+    assert planning.plan(ffn(M=rows - 1, captured=True), H100).path == "bf16"
+
+
+@PROBLEMS
+def test_problems_are_plain_data(make: Any) -> None:
+    problem = make(**TRAINED)
+    assert pickle.loads(pickle.dumps(problem)) == problem
+    assert type(problem.plain) is (Problem if make is ffn else LinearProblem)
+    assert problem != problem.plain
+    assert hash(problem) != hash(replace(problem, recipe="other"))
+    # What is kept is what the layer in 16 bits keeps in its kernels.
+    assert planning.plan(problem, H100).saved_bytes == problem.plain.plan(H100, "auto").saved_bytes
+
+
+@PROBLEMS
+def test_a_configuration_that_failed_the_self_test(make: Any) -> None:
+    plan = planning.plan(make(), H100)
+    for names in planning.configurations(plan).values():
+        found = planning.plan(make(), replace(H100, avoided=frozenset(names)))
+        assert found.path == "bf16"
+        assert found.avoided

@@ -1,0 +1,166 @@
+"""`replace` with a precision: which blocks and linears it reaches, what the report says, and back."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fusedlayers as fl
+from fusedlayers.functional.dispatch import decisions
+from fusedlayers.planning import float8 as planning
+from tests.support.float8_twins import in_8_bits
+
+BFLOAT16 = torch.bfloat16
+WIDTH, VOCABULARY = 64, 96
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.key = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 16)
+        self.router, self.odd = nn.Linear(WIDTH, 8), nn.Linear(WIDTH, 40)
+        self.mlp = nn.Sequential(nn.Linear(WIDTH, 128), nn.GELU(), nn.Linear(128, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.mlp(self.query(x)) + self.key(x).mean(-1, True) + self.router(x).sum(-1, True) + self.odd(x).sum()
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        self.layers = nn.ModuleList([Block(), Block()])
+        self.lm_head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.tied = nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.tied.weight = self.embedding.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return self.lm_head(x) + self.tied(x)
+
+
+@pytest.fixture
+def model() -> Model:
+    return Model().to(BFLOAT16)
+
+
+def tokens() -> Tensor:
+    return torch.randint(VOCABULARY, (2, 24))
+
+
+def test_what_runs_in_8_bits_and_back(model: Model) -> None:
+    given, before = tokens(), {path: type(module) for path, module in model.named_modules()}
+    with torch.no_grad():
+        expected = model(given)
+    with in_8_bits():
+        report = fl.replace(model, precision="fp8")
+        became = {entry.path: entry.reason for entry in report.replaced}
+        assert set(became) == {f"layers.{place}.{name}" for place in (0, 1) for name in ("query", "mlp")}
+        assert all(reason.endswith("; fp8") for reason in became.values())
+        assert {entry.plan for entry in report.replaced} == {"float8", None}
+        left = {entry.path: entry.reason for entry in report.skipped}
+        for path, reason in {
+            "layers.0.key": "a width of 16 is below 32",
+            "layers.0.router": "a width of 8 is no multiple of 16",
+            "layers.1.odd": "a width of 40 is no multiple of 16",
+            "lm_head": "the head of the model",
+            "tied": "the head of the model",
+        }.items():
+            assert reason in left[path]
+        with decisions() as taken:
+            y = model(given)
+        assert taken == {"ffn float8": 2, "linear float8": 2}
+        with torch.no_grad():
+            assert torch.equal(model(given), y)
+        y.float().square().mean().backward()
+        assert all(parameter.grad is not None for parameter in model.parameters())
+        assert set(model.state_dict()) == set(Model().state_dict())
+        text = str(fl.explain(model, given.flatten()))
+        assert text.count("in the float8 kernels") == 4
+        with pytest.raises(ValueError, match="nothing in it can be replaced"):
+            fl.replace(nn.Sequential(nn.Embedding(3, 4)), precision="fp8", strict=True)
+        fl.restore(model)
+        assert {path: type(module) for path, module in model.named_modules()} == before
+        assert not torch.equal(y, expected)
+        with torch.no_grad():
+            assert torch.equal(model(given), expected)
+
+
+def test_where_nothing_runs_in_8_bits_the_report_says_so(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(planning, "LEAST_WIDTH", 32)
+    given = tokens()
+    with torch.no_grad():
+        expected = model(given)
+        report = fl.replace(model, precision=fl.Float8())
+        assert all("; in 16 bits: " in entry.reason for entry in report.replaced)
+        assert torch.equal(model(given), expected)
+    again = fl.replace(model, precision="fp8")
+    assert not again.replaced
+    other = {entry.path: entry.reason for entry in fl.replace(model).skipped}
+    assert "already fused, with precision='fp8'" in other["layers.0.mlp"]
+
+
+def test_float32_weights_run_in_8_bits_under_autocast(model: Model) -> None:
+    with in_8_bits():
+        report = fl.replace(model.float(), precision="fp8")
+        assert all(entry.reason.endswith("; fp8 under autocast") for entry in report.replaced)
+        given = tokens()
+        for entered, path in ((True, "float8"), (False, "torch")):
+            with decisions() as taken, torch.autocast("cpu", BFLOAT16, enabled=entered):
+                model(given)
+            assert {name.split()[-1] for name in taken} == {path} or not entered
+
+
+def test_blocks_of_this_library_have_their_own_precision() -> None:
+    model = nn.Sequential(fl.FusedFFN(WIDTH, 128), nn.Sequential(nn.Linear(WIDTH, WIDTH)))
+    with in_8_bits():
+        report = fl.replace(model, precision="fp8")
+    assert [entry.path for entry in report.replaced] == ["1.0"]
+    assert {entry.reason for entry in report.skipped} == {"already fused, with precision=None, an attribute of it"}
+
+
+def test_rules_and_precision_together(model: Model) -> None:
+    with in_8_bits():
+        fl.replace(
+            model, rules=[fl.LinearRule(names="*.key"), fl.LinearRule(names="*.query", split_k=2)], precision="fp8"
+        )
+        x = torch.randn(40, WIDTH).to(BFLOAT16)
+        layer: Any = model.layers[0]
+        for name, path in (("key", "torch"), ("query", "split_k")):
+            linear = getattr(layer, name)
+            assert linear.precision == "fp8"
+            reason = fl.explain(linear, x).lines[0]
+            assert reason.startswith("Runs in 16 bits"), (path, reason)
+
+
+def test_copies_and_pickles_of_what_was_replaced(model: Model) -> None:
+    with in_8_bits():
+        fl.replace(model, precision="fp8")
+        given = tokens()
+        y = model(given)
+        for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+            with decisions() as taken:
+                assert torch.equal(twin(given), y)
+            assert taken == {"ffn float8": 2, "linear float8": 2}
+
+
+def test_compiled_after_it_was_replaced(model: Model) -> None:
+    with in_8_bits():
+        fl.replace(model, precision="fp8")
+        given = tokens()
+        expected = model(given)
+        compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+        assert torch.equal(compiled(given), expected)
+
+
+@pytest.mark.parametrize("precision", ["fp4", 8, True])
+def test_an_unknown_precision(model: Model, precision: Any) -> None:
+    with pytest.raises((TypeError, ValueError), match="precision must be None"):
+        fl.replace(model, precision=precision)

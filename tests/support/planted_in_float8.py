@@ -1,0 +1,65 @@
+"""Planted faults of products in 8 bits: see ``planted_faults.py``."""
+
+from __future__ import annotations
+
+from tests.support.planting import Fault
+from tests.support.planting import fault as _fault
+
+_KERNELS, _WEIGHTS, _FFN = (
+    "kernels/float8.py",
+    "fusedlayers/functional/float8.py",
+    "fusedlayers/functional/ffn/float8.py",
+)
+
+FLOAT8: tuple[Fault, ...] = (
+    _fault(
+        "scale of rows exchanged for its inverse", _KERNELS,
+        "tl.store(scales_ptr + rows, scale, mask=rows < M)", "tl.store(scales_ptr + rows, factor, mask=rows < M)",
+        "kernels/test_float8_kernels values_and_scales_of_rows",
+    ),
+    _fault(
+        "maximum of the first block of a row alone", _KERNELS,
+        "for first in tl.range(BLOCK, K, BLOCK):", "for first in tl.range(K, K, BLOCK):",
+        "kernels/test_float8_kernels rows_longer_than_a_block",
+    ),
+    _fault(
+        "scale of one of two transposes", _KERNELS,
+        "largest = partial.amax((0, 1))", "largest = partial[0].amax(0)",
+        "kernels/test_float8_kernels values_and_scales_of_the_transpose",
+    ),
+    _fault(
+        "transpose with the scales of other columns", _KERNELS,
+        "_scales(load_vector(largest_ptr, cols, 1, K))", "_scales(load_vector(largest_ptr, cols + 1, 1, K))",
+        "kernels/test_float8_kernels values_and_scales_of_the_transpose",
+    ),
+    _fault(
+        "stale quantised weight", _WEIGHTS,
+        " and self.version == owner._version", "",
+        "functional/test_float8 quantised_once_until_they_change",
+    ),
+    _fault(
+        "weights changed past their version", _WEIGHTS,
+        "        _steps_in_graphs = True\n    _kept.clear()", "        _steps_in_graphs = True",
+        "functional/test_float8 numbers_are_those_of_the_changed_weight",
+    ),
+    _fault(
+        "one part of a weight taken for another", _WEIGHTS,
+        "(id(owner), source.storage_offset(), source.shape,", "(id(owner), source.shape,",
+        "functional/test_float8 parts_of_one_weight",
+    ),
+    _fault(
+        "quantised weight kept beside a graph", _WEIGHTS,
+        "                _note_graph(owner)\n", "                pass\n",
+        "functional/test_float8 nothing_is_kept_of_what_a_graph_used",
+    ),
+    _fault(
+        "gradients of x from exchanged weights", _FFN,
+        "else (w_up, w_gate)\n", "else (w_gate, w_up)\n",
+        "functional/test_float8 ffn_close_to_float64",
+    ),
+    _fault(
+        "cast weight that has changed since", _WEIGHTS,
+        "if source is None or source._version != version else source", "if source is None else source",
+        "functional/test_float8 changes_between_both_passes",
+    ),
+)  # fmt: skip
