@@ -27,6 +27,7 @@ from train_examples.tables import table
 from . import drawn, host_tables, layer_tables, step_tables
 from .endings import over_torch
 from .plots import figure_class
+from .step_models import LIGER, LIGER_AUTO, NORM, TORCH
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -37,12 +38,12 @@ _COLOURS = ("#b0b0b0", "#4c4c4c", "#cc79a7", "#9ecae1", "#74c476", "#d55e00", "#
 _SIX_MODELS = ("llama-2048", "phi3-3072", "qwen2-896", "gpt2-768", "mixtral-1024", "llama-512")
 # Its columns: contender, mode and heading. Those of the picture are step_tables.WAYS.
 _SIX_WAYS = (
-    (step_tables.TORCH, "eager", "torch"),
-    (step_tables.TORCH, "compile", "torch, compiled"),
-    (step_tables.LIGER, "eager", "Liger"),
-    (step_tables.NORM, "eager", "fusedlayers"),
-    (step_tables.LIGER_AUTO, "eager", "fusedlayers and Liger"),
-    (step_tables.NORM, "compile", "fusedlayers, compiled"),
+    (TORCH, "eager", "torch"),
+    (TORCH, "compile", "torch, compiled"),
+    (LIGER, "eager", "Liger"),
+    (NORM, "eager", "fusedlayers"),
+    (LIGER_AUTO, "eager", "fusedlayers and Liger"),
+    (NORM, "compile", "fusedlayers, compiled"),
 )
 _MARKED = re.compile(r"(<!-- table: (.+?) -->\n).*?(<!-- end of the table -->\n)", re.DOTALL)
 _OTHER_TRITON = r"(?:-triton-[\d.]+)?"

@@ -210,9 +210,9 @@ class Decision:
     def expected(self, device: Device) -> str:
         """What each path is expected to take, and what it took at the nearest sizes that were measured."""
         names = {name: path for name, path in self.timed if path != TORCH}
-        problem, found = self.problem.decisive, []
-        for how in problem.measured_as if device.record is not None else ():
-            known = estimate(problem, device.record, how, names)
+        problem, record, found = self.problem.decisive, device.record, []
+        for how in problem.measured_as:
+            known = None if record is None else estimate(problem, record, how, names)
             if known is None:
                 continue
             of_paths = [

@@ -63,7 +63,7 @@ def preferences(architecture: str) -> Preferences | None:
     found = _read().get(architecture)
     if found is None:
         return None
-    values = {
+    values: dict[str, Any] = {
         name: {int(multiple): width for multiple, width in value.items()} if isinstance(value, dict) else value
         for name, value in found.items()
         if name != "tile_costs"

@@ -167,14 +167,14 @@ class Surface:
         apart = self._unlike.get((of, variant))
         if apart is None:
             apart = [0.0 if row.variant == variant else UNLIKE_VARIANT for row in self.rows]
-            for axis, here in enumerate(of):
-                table = _UNLIKE[here]
-                apart = [so_far + table[other[axis]] for so_far, other in zip(apart, self._classes, strict=True)]
+            for axis, aligned in enumerate(of):
+                away = _UNLIKE[aligned]
+                apart = [so_far + away[known[axis]] for so_far, known in zip(apart, self._classes, strict=True)]
             self._unlike[of, variant] = apart
-        for here, axis in zip(place, self._axes, strict=True):
+        for size, sizes in zip(place, self._axes, strict=True):
             apart = [
-                so_far + (here - there if here > there else there - here)
-                for so_far, there in zip(apart, axis, strict=True)
+                so_far + (size - other if size > other else other - size)
+                for so_far, other in zip(apart, sizes, strict=True)
             ]
         return list(map(math.exp, [distance / -REACH for distance in apart]))
 

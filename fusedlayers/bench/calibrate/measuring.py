@@ -57,12 +57,11 @@ def row_of(trial: Trial, device: torch.device, seconds: float) -> Row:
     for name in names:
         if isinstance(timing := timings[name], NotTimed):
             continue
-        for found, spread, path in zip(
-            (launched, replayed), (timing.launched, timing.replayed), paths.get(name, (TORCH, TORCH)), strict=True
-        ):
-            name = problem.recorded(path, facts)
-            if spread is not None and spread.median < found.get(name, math.inf):
-                found[name] = spread.median
+        ways = paths.get(name, (TORCH, TORCH))
+        for times, spread, path in zip((launched, replayed), (timing.launched, timing.replayed), ways, strict=True):
+            recorded = problem.recorded(path, facts)
+            if spread is not None and spread.median < times.get(recorded, math.inf):
+                times[recorded] = spread.median
     return Row(problem.recorded_kin, problem.variant, problem.sizes, launched, replayed, sure=True)
 
 
