@@ -13,9 +13,13 @@ from torch._dynamo.utils import counters
 import fusedlayers as fl
 from fusedlayers import functional
 from fusedlayers.closeness import assert_all_close
+from fusedlayers.devices import describe
+from fusedlayers.functional import dispatch
 from fusedlayers.functional.operation import OPERATIONS
+from fusedlayers.planning import Problem
 from tests.support.compiled_cases import outcome
-from tests.support.operands import assert_equal, in_float64
+from tests.support.operands import assert_equal, forget_calls, in_float64
+from tests.support.records import where
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
@@ -122,6 +126,12 @@ def test_the_mode_decides_how_small_a_problem_may_be(mode: str, monkeypatch: pyt
     """In CUDA graphs the host costs nothing, so that smaller problems gain; replays have the bits of eager kernels."""
     # No multiple of eight hidden units: the generic kernels.
     ffn = fl.FusedFFN(64, 252, "gelu_tanh", device="cuda", dtype=torch.bfloat16)
+    problem = Problem(
+        "ffn", 1, 32_768, 64, 252, 64, "bfloat16", "gelu_tanh", needs_data_gradient=True, needs_weight_gradient=True
+    )
+    known = where(describe(torch.device("cuda", 0)), problem, {"fused": 2}, {"fused": 0.5})
+    monkeypatch.setattr(dispatch, "describe", lambda device: known)
+    forget_calls()
     compiled = torch.compile(ffn, fullgraph=True, mode=mode)
     parameters = dict(ffn.named_parameters())
 

@@ -96,7 +96,8 @@ def test_a_new_number_of_tokens_of_the_others(training: bool) -> None:
     for tokens in TOKENS:
         for problem in other_problems(tokens, training):
             found = calls(planning.plan, problem, H200)
-            assert found <= 520, (found, problem)
+            # A step of a linear layer plans three products, and that of its weights by both kinds of times.
+            assert found <= (600 if isinstance(problem, LinearProblem) else 450), (found, problem)
 
 
 def test_the_whole_call_with_a_new_number_of_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
