@@ -81,8 +81,13 @@ def measured(layer: Layer, direction: str, clock: Clock, device: torch.device, s
         if kind == "launched":
             runs: dict[str, Callable[[], object]] = dict(steps)
         else:
-            graphs = {name: clock.capture(each)[0] for name, each in noted.items() if name != KEPT}
-            runs = {name: graph for name, graph in graphs.items() if graph is not None}
+            runs = {}
+            for name in (name for name in noted if name != KEPT):
+                graph, reason = clock.capture(noted[name])
+                if graph is None:
+                    print(f"  {name} is not replayed: {reason}", file=sys.stderr)
+                else:
+                    runs[name] = graph
         times[kind] = _interleaved(runs, clock, seconds)
         paths[kind] = {name: noted[name].paths for name in (BF16, FP8) if name in runs}
     return {
