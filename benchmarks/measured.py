@@ -17,7 +17,7 @@ from fusedlayers.planning.record import LAUNCHED, REPLAYED, TORCH
 
 RESULTS = Path(__file__).parent / "results"
 # What is no call of one operation, or was not measured with the usual release of Triton.
-_OTHERS = ("autotune", "recompute", "steps", "sweeps")
+_OTHERS = ("autotune", "float8", "recompute", "steps", "sweeps")
 # Sizes that were drawn are timed while other processes compile: their host is slower than a user's, so that launched
 # times say nothing.
 DRAWN = "drawn"

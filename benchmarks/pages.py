@@ -24,7 +24,7 @@ from tests.models import family_table, step_table
 from train_examples import end_to_end
 from train_examples.tables import table
 
-from . import drawn, host_tables, layer_tables, step_tables
+from . import drawn, float8, host_tables, layer_tables, step_tables
 from .endings import over_torch
 from .plots import figure_class
 from .step_models import LIGER, LIGER_AUTO, NORM, TORCH
@@ -89,6 +89,7 @@ PLACES = {
     "autotune": Place("autotune"),
     "random sizes": Place("drawn", r"(?:-\w+)?", drawn.markdown),
     "recompute": Place("recompute"),
+    "fp8": Place("float8", markdown=float8.markdown),
 }
 
 

@@ -14,8 +14,8 @@ from train_examples import comparison, end_to_end, plots
 figures = pytest.importorskip("matplotlib.figure")
 
 RECORDS = sorted(pages.RESULTS.rglob("*.json"))
-# Of random sizes there are tables alone, and the times of paths are one picture together.
-DRAWN = [path for path in RECORDS if path.parent.name not in ("drawn", "paths")]
+# Of random sizes and products in 8 bits there are tables alone, and the times of paths are one picture together.
+DRAWN = [path for path in RECORDS if path.parent.name not in ("drawn", "float8", "paths")]
 # The pictures of a folder show the same of several cards: the newest's are enough.
 NEWEST = {path.parent: path for path in sorted(DRAWN, key=lambda path: json.loads(path.read_text())["started"])}
 

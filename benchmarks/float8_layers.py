@@ -1,0 +1,99 @@
+"""The layers that are measured in 8 bits, and in what ways their products and what surrounds them run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from fusedlayers import FusedFFN, SplitKLinear
+
+TORCH, COMPILED, SEPARATE = "torch", "torch.compile", "separate"
+BF16, FP8, KEPT = "bf16", "fp8", "fp8, weights kept"
+_E4M3, _LARGEST = torch.float8_e4m3fn, 448.0
+
+
+class Layer(NamedTuple):
+    """A layer of the sizes M, K, N; without an activation a linear one."""
+
+    title: str
+    shape: tuple[int, int, int]
+    activation: str = ""
+    gated: bool = False
+
+    def ours(self, precision: str | None, device: torch.device) -> nn.Module:
+        """The layer in bf16, with other weights every time."""
+        options: dict[str, Any] = {"bias": False, "device": device, "dtype": torch.bfloat16, "precision": precision}
+        _, columns, hidden = self.shape
+        if not self.activation:
+            return SplitKLinear(columns, hidden, **options)
+        return FusedFFN(columns, hidden, activation=self.activation, gated=self.gated, **options)
+
+
+LAYERS = (
+    Layer("FFN, gelu", (16384, 1024, 4096), "gelu"),
+    Layer("gated FFN, silu", (16384, 2048, 8192), "silu", gated=True),
+    Layer("gated FFN, silu", (8192, 4096, 14336), "silu", gated=True),
+    Layer("linear", (16384, 2048, 2048)),
+    Layer("linear", (8192, 4096, 4096)),
+)
+
+
+class _ScaledLinear(torch.autograd.Function):
+    """torchao's ``rowwise_with_gw_hp``, with sums on chip as fast as ours: gradients of weights are those of bf16.
+
+    For dx the weight is quantised along its columns as it lies, so that only bytes are to be transposed.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        (left, rows), (right, columns) = _quantised(x, 1), _quantised(weight, 1)
+        return _product(left, right.t(), rows, columns.t())
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight = ctx.saved_tensors
+        (left, rows), (right, columns) = _quantised(dy, 1), _quantised(weight, 0)
+        return _product(left, right.t().contiguous().t(), rows, columns), dy.t() @ x
+
+
+def _quantised(x: Tensor, dim: int) -> tuple[Tensor, Tensor]:
+    """The matrix in e4m3, and for each of its lines along ``dim`` what that is to be multiplied by, in float32."""
+    scale = x.abs().amax(dim, keepdim=True).float().clamp_min(1e-12) / _LARGEST
+    return (x.float() / scale).clamp(-_LARGEST, _LARGEST).to(_E4M3), scale
+
+
+def _product(left: Tensor, right: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
+    options: dict[str, Any] = {"scale_a": rows, "scale_b": columns, "out_dtype": torch.bfloat16}
+    found: Tensor = torch._scaled_mm(left.contiguous(), right, **options, use_fast_accum=True)
+    return found
+
+
+class Plain(nn.Module):
+    """One of our layers in the operations of torch, with the same weights; ``product`` takes x and a weight."""
+
+    def __init__(self, ours: Any, product: Callable[[Tensor, Tensor], Tensor] = F.linear) -> None:
+        super().__init__()
+        self.ours, self.product, self.ffn = ours, product, isinstance(ours, FusedFFN)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.ffn:
+            return self.product(x, self.ours.weight)
+        hidden = self.product(x, self.ours.up_proj.weight)
+        if self.ours.gate_proj is None:
+            return self.product(F.gelu(hidden), self.ours.down_proj.weight)
+        return self.product(F.silu(self.product(x, self.ours.gate_proj.weight)) * hidden, self.ours.down_proj.weight)
+
+
+def contenders(layer: Layer, device: torch.device, backward: bool) -> dict[str, nn.Module]:
+    """Each by its name, all with the same weights; without gradients no quantised weight is kept."""
+    ours, narrow = layer.ours(None, device), layer.ours("fp8", device)
+    narrow.load_state_dict(ours.state_dict())
+    found: dict[str, Any] = {TORCH: Plain(ours)}
+    for name, product in ((COMPILED, F.linear), (SEPARATE, _ScaledLinear.apply)):
+        found[name] = torch.compile(Plain(ours, product), fullgraph=True, dynamic=False)
+    return found | {BF16: ours, FP8: narrow} | ({KEPT: narrow} if backward else {})
