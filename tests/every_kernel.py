@@ -16,6 +16,7 @@ from fusedlayers import functional
 from fusedlayers.functional.linear_cross_entropy.parts import Part, losses_of_part
 from fusedlayers.kernels.column_sums import column_sums
 from fusedlayers.kernels.dropout import drop
+from fusedlayers.kernels.float8 import quantise_rows, quantise_transposed
 from fusedlayers.kernels.tuning import COLUMN_SUM_TILES
 
 SEED = torch.zeros(1, dtype=torch.int64)
@@ -32,7 +33,7 @@ def ffn(width: int, gated: bool, recompute: bool | str = "auto") -> torch.Tensor
     return functional.ffn(matrix(4096, width), **weights, activation="gelu_tanh", recompute=recompute)
 
 
-def calls() -> Iterator[Callable[[], torch.Tensor]]:
+def calls(target: str) -> Iterator[Callable[[], torch.Tensor]]:
     """Those whose launches are compiled, as are those of their gradients."""
     yield lambda: ffn(128, gated=False)
     yield lambda: ffn(256, gated=False)
@@ -71,11 +72,15 @@ def calls() -> Iterator[Callable[[], torch.Tensor]]:
     )  # fmt: skip
     yield lambda: column_sums(matrix(4096, 512), COLUMN_SUM_TILES)
     yield lambda: drop(matrix(4096, 512), SEED, 0.1)
+    if target == "sm_90":
+        # Others have no products in 8 bits, and most of them no such numbers.
+        yield lambda: quantise_rows(matrix(4096, 1024).detach()).values
+        yield lambda: quantise_transposed(matrix(4096, 1024).detach()).values
 
 
 if __name__ == "__main__":
     for target in sys.argv[1:]:
-        for call in calls():
+        for call in calls(target):
             with compiling_for(target, sm90=target == "sm_90") as reports:
                 y = call()
                 if y.requires_grad and y.grad_fn is not None:
