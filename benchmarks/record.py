@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from fusedlayers.planning import CARDS
-from fusedlayers.planning.record import FOLDER, LAUNCHED, REPLAYED, TORCH, Row
+from fusedlayers.planning.record import FOLDER, LAUNCHED, PARTS, REPLAYED, TORCH, Row
 
 from .measured import DRAWN, HOST, Source, sources
 
@@ -46,24 +46,26 @@ def rows(found: Iterable[Source]) -> list[Row]:
             continue
         place = problem.recorded_kin, problem.variant, problem.sizes
         known = together.get(place, Row(*place, {}, {}))
-        together[place] = Row(*place, launched or known.launched, replayed or known.replayed, folder == HOST)
+        together[place] = Row(
+            *place, launched or known.launched, replayed or known.replayed, folder == HOST, folder == DRAWN
+        )
     return [row for row in together.values() if len(row.launched) > 1 or len(row.replayed) > 1]
 
 
 def contents(card: str) -> dict[str, Any]:
     """The record of a card: its own description, and all rows."""
     path = FOLDER / f"{card.lower()}.json"
-    made: dict[str, Any] = {**json.loads(path.read_text()), "rows": {}, "loops": {}}
+    made: dict[str, Any] = {**json.loads(path.read_text()), **{part: {} for part in PARTS}}
     for row in sorted(rows(sources(card)), key=lambda row: (row.kin, row.variant, row.sizes)):
         operation, _, kind = row.kin.partition(" ")
-        known = made["loops" if row.sure else "rows"].setdefault(
+        known = made["loops" if row.sure else "drawn" if row.drawn else "rows"].setdefault(
             operation, {"sizes": list(_SIZES[operation]), "paths": [TORCH], "kinds": {}}
         )
         for path_name in {**row.launched, **row.replayed}:
             if path_name not in known["paths"]:
                 known["paths"].append(path_name)
         known["kinds"].setdefault(f"{kind}: {row.variant}" if row.variant else kind, []).append(row)
-    for known in (*made["rows"].values(), *made["loops"].values()):
+    for known in (known for part in PARTS for known in made[part].values()):
         known["kinds"] = {kind: [_line(row, known["paths"]) for row in found] for kind, found in known["kinds"].items()}
     return made
 

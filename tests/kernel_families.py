@@ -129,7 +129,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     "column_sums": ("kernels/column_sums", "functional/weight_gradient", "kernels/prepared_launches"),
     "float8": (
         *("kernels/float8_kernels", "functional/float8", "modules/float8_modules", "replacing/float8_replaced"),
-        *("verifying/verifying_float8", "planning/float8_plans"),
+        *("verifying/verifying_float8", "planning/float8_plans", "benchmarks/float8"),
     ),
     "dropout": _DROPOUT,
     "partials": ("functional/ffn", "functional/linear", "functional/weight_gradient"),

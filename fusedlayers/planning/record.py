@@ -6,6 +6,7 @@
                               microseconds by path, launched one by one and then replayed in a CUDA graph; 0 where a
                               path was not timed
     loops                     the same of layers in a loop, as users launch them
+    drawn                     the same of random sizes, timed while other processes compiled
 
 ``python -m benchmarks.record`` makes the files from the committed results of the benchmark. What a user's own machine
 measured (``calibrations``) has the same form, and counts first.
@@ -21,16 +22,17 @@ from __future__ import annotations
 
 import json
 import math
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
-from operator import mul
+from operator import mul, sub
 from pathlib import Path
 from typing import Any, NamedTuple
 
 FOLDER = Path(__file__).parent / "data"
 TORCH = "torch"
 LAUNCHED, REPLAYED = "launched", "replayed"
+
+PARTS = ("rows", "loops", "drawn")
 
 # The prior of the regression, in logarithms: how far a path is from the linear function, how steep that is for each
 # octave, of ratios and of seconds; and octaves within which rows vouch for one another.
@@ -39,18 +41,19 @@ SPREAD, STEEPNESS, STEEPNESS_OF_SECONDS, REACH = 0.4, 0.1, 1.0, 2.0
 UNLIKE_ROWS, UNLIKE_VARIANT = 0.2, 0.2
 # The error of a measurement: single calls wait for hosts that differ.
 NOISE = {LAUNCHED: 0.2, REPLAYED: 0.03}
-SURE_NOISE = 0.03
-# Octaves beyond the least and the greatest that was measured, from which on sizes count as those.
+SURE_NOISE, DRAWN_NOISE = 0.03, 0.5
+# Octaves below the least that was measured, from which on sizes count as that. Larger ones than the greatest count as
+# that one at once: ratios change no more where the device is busy.
 BEYOND = 3.0
 # Where nothing was measured nearby, a path must be expected to be so many times as fast as torch, and so many times
-# more for each octave beyond what was measured.
+# more for each octave below what was measured.
 ESTIMATED = 1.1
 # Multiples of elements at which rows begin, from the best one: lines of memory, sectors, vectors, words.
 _ALIGNMENTS = (64, 16, 8, 2)
 # Octaves that two classes of alignment are apart.
 _UNLIKE = [[UNLIKE_ROWS * min(abs(one - two), 2) for two in range(5)] for one in range(5)]
-# Of fewer rows of a kind of call the regression knows too little: those of other GPUs of the architecture join them.
-FEW = 30
+# Rows of other GPUs of the architecture join those of a GPU that are so many octaves away from all of these.
+GAP = 2.0
 
 
 class Row(NamedTuple):
@@ -62,6 +65,7 @@ class Row(NamedTuple):
     launched: Mapping[str, float]
     replayed: Mapping[str, float]
     sure: bool = False  # measured by the user, or in a loop, as users launch it
+    drawn: bool = False  # measured while other processes used the GPU, too
 
 
 class Estimate(NamedTuple):
@@ -125,7 +129,7 @@ class Surface:
             self._nearness(*place)
             for place in zip(self._octaves, self._classes, [row.variant for row in rows], strict=True)
         ]
-        noise = [SURE_NOISE if row.sure else NOISE[how] for row in rows]
+        noise = [SURE_NOISE if row.sure else DRAWN_NOISE if row.drawn else NOISE[how] for row in rows]
         logs = [{path: math.log(time) for path, time in found.items()} for found in self.seconds]
         self._paths = {
             path: self._fitted(near, noise, [found.get(path, math.nan) - found.get(TORCH, math.nan) for found in logs])
@@ -136,14 +140,14 @@ class Surface:
     def near(self, sizes: Sequence[int], variant: str) -> tuple[list[float], list[float]]:
         """Where sizes lie, in octaves; and how near they are to each row."""
         place = [
-            min(max(octave, least - BEYOND), most + BEYOND)
+            min(max(octave, least - BEYOND), most)
             for octave, (least, most) in zip(octaves(sizes), self._bounds, strict=True)
         ]
         return place, self._nearness(place, classes(sizes), variant)
 
     def ratios(self, place: Sequence[float], near: Sequence[float], paths: Iterable[str]) -> dict[str, float]:
         """Logarithms of how many times as long as torch the ``paths`` take that were measured; torch's is 0."""
-        beyond = sum(max(least - size, size - most, 0) for size, (least, most) in zip(place, self._bounds, strict=True))
+        beyond = sum(max(least - size, 0) for size, (least, _) in zip(place, self._bounds, strict=True))
         margin = math.log(ESTIMATED) * (1 - max(near) + beyond)
         found = {path: self._at(self._paths[path], place, near) + margin for path in paths if path in self._paths}
         return {**found, TORCH: 0.0}
@@ -153,9 +157,12 @@ class Surface:
         """Those that were timed, but torch's."""
         return self._paths
 
-    def torch_seconds(self, place: Sequence[float], near: Sequence[float]) -> float:
-        """What torch takes."""
-        return math.exp(self._at(self._torch, place, near))
+    def torch_seconds(self, sizes: Sequence[int], place: Sequence[float], near: Sequence[float]) -> float:
+        """What torch takes: beyond the greatest sizes that were measured, as much longer as there is more work."""
+        bounds = zip(octaves(sizes), self._bounds, strict=True)
+        return math.exp(self._at(self._torch, place, near)) * 2 ** sum(
+            max(size - most, 0) for size, (_, most) in bounds
+        )
 
     def nearest(self, near: Sequence[float]) -> tuple[Row, Mapping[str, float]]:
         """The row that is nearest, and its seconds."""
@@ -247,7 +254,7 @@ def _solved(matrix: list[list[float]], right: list[float]) -> list[float]:
 
 def read(found: Mapping[str, Any]) -> Iterator[Row]:
     """The rows of a file."""
-    parts = [(part, *each) for part in ("rows", "loops") for each in found.get(part, {}).items()]
+    parts = [(part, *each) for part in PARTS for each in found.get(part, {}).items()]
     for part, operation, known in parts:
         count, paths = len(known["sizes"]), known["paths"]
         for kind, lines in known["kinds"].items():
@@ -256,9 +263,8 @@ def read(found: Mapping[str, Any]) -> Iterator[Row]:
             for line in lines:
                 sizes, times = line[:count], [*line[count:], *[0] * (2 * len(paths))]
                 launched, replayed = times[: len(paths)], times[len(paths) :]
-                yield Row(
-                    kin, variant, tuple(sizes), _seconds(paths, launched), _seconds(paths, replayed), part == "loops"
-                )
+                seconds = _seconds(paths, launched), _seconds(paths, replayed)
+                yield Row(kin, variant, tuple(sizes), *seconds, part == "loops", part == "drawn")
 
 
 def _seconds(paths: Sequence[str], times: Sequence[float]) -> dict[str, float]:
@@ -278,7 +284,7 @@ def estimate(problem: Any, record: Record, how: str, names: Mapping[str, str]) -
     if surface is None:
         return None
     place, near = surface.near(problem.sizes, problem.variant)
-    torch = surface.torch_seconds(place, near)
+    torch = surface.torch_seconds(problem.sizes, place, near)
     row, measured = surface.nearest(near)
     ratios = surface.ratios(place, near, names)
     paths = {**names, TORCH: TORCH}
@@ -298,13 +304,17 @@ def of_device(gpu: str, architecture: str, own: Record | None) -> Record | None:
     alike = [each for each in shipped().values() if each["architecture"] == architecture]
     rows: dict[tuple[Any, ...], Row] = {}
     for each in sorted(alike, key=lambda each: each["gpu"] != gpu):
-        known = Counter(row.kin for row in rows.values())
+        known: dict[str, list[list[float]]] = {}
+        for row in rows.values():
+            known.setdefault(row.kin, []).append(octaves(row.sizes))
         for row in read(each):
             place = row[:3]
             if (first := rows.get(place)) is not None:
                 rows[place] = first._replace(launched=_mean(first.launched, row.launched))
             else:
-                rows[place] = row if known[row.kin] < FEW else row._replace(replayed={})
+                sizes = octaves(row.sizes)
+                apart = min((sum(map(abs, map(sub, sizes, other))) for other in known.get(row.kin, ())), default=GAP)
+                rows[place] = row if apart >= GAP else row._replace(replayed={})
     found = [*rows.values(), *(() if own is None else own.rows())]
     return Record(found) if found else None
 
