@@ -51,18 +51,18 @@ def choose(
     if backend == "triton":
         path, *others = [*able, TORCH]
         return Choice(path, against | dict.fromkeys(others, f"the {path} path comes first"))
-    reason = not_measured(problem, device) if able else None
-    if reason is not None:
+    if not able:
+        return Choice(TORCH, against)
+    if (reason := not_measured(problem, device)) is not None:
         return Choice(TORCH, against | dict.fromkeys(able, reason))
     record, names = device.record, {problem.recorded(path, device): path for path in able}
-    surfaces = (
-        [record.surface(problem.recorded_kin, how, len(problem.sizes)) for how in problem.measured_as]
-        if record is not None and able
-        else []
-    )
-    if not surfaces or None in surfaces:
-        return Choice(TORCH, against | dict.fromkeys(able, no_time_on_record(problem)))
-    found: list[Surface] = surfaces  # type: ignore[assignment]
+    assert record is not None, "else nothing was measured"
+    found = list[Surface]()
+    for how in problem.measured_as:
+        surface = record.surface(problem.recorded_kin, how, len(problem.sizes))
+        if surface is None:
+            return Choice(TORCH, against | dict.fromkeys(able, no_time_on_record(problem)))
+        found.append(surface)
     timed = {name: path for name, path in names.items() if all(name in surface.paths for surface in found)}
     timed[TORCH] = TORCH
     if kept is None or not problem.training:

@@ -63,11 +63,6 @@ class Problem(Call):
         return self.needs_data_gradient or self.needs_weight_gradient
 
     @property
-    def waits_for_host(self) -> bool:
-        """Whether fewer launches are worth more than a faster device: a forward pass, launched one by one."""
-        return not (self.training or self.captured or self.compiled)
-
-    @property
     def kernels(self) -> tuple[str, ...]:
         """The kernels of the fused path that the problem needs."""
         needed = (True, self.needs_data_gradient, self.needs_weight_gradient)

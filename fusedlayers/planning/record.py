@@ -198,9 +198,9 @@ class Surface:
             [
                 SPREAD * SPREAD * near[one][two] + 1 + steepness * steepness * _dot(away[one], away[two])
                 + (noise[one] * noise[one] if one == two else 0)
-                for two in known
+                for two in known[: place + 1]
             ]
-            for one in known
+            for place, one in enumerate(known)
         ]  # fmt: skip
         weights = [0.0] * len(values)
         for place, weight in zip(known, _solved(covariance, [values[place] for place in known]), strict=True):
@@ -231,7 +231,7 @@ def _dot(one: Sequence[float], two: Sequence[float]) -> float:
 
 
 def _solved(matrix: list[list[float]], right: list[float]) -> list[float]:
-    """x of ``matrix x = right`` for a positive definite matrix, by Cholesky's factors."""
+    """x of ``matrix x = right`` for a positive definite matrix, of which no more than the lower triangle is read."""
     factor: list[list[float]] = []
     for row, line in enumerate(matrix):
         made: list[float] = []

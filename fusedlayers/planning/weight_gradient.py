@@ -19,7 +19,6 @@ from .record import LAUNCHED, REPLAYED
 # A split shorter than this many row blocks spends more on its partial than on its products.
 SHORTEST_SPLIT = 4
 MOST_SPLITS = 256
-NARROWEST_TILE = min(side for pipeline in PIPELINES for side in pipeline.tile)  # rows or columns of dW
 
 
 @dataclass(frozen=True)
