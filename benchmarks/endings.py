@@ -1,7 +1,10 @@
-"""What the benchmarks of the documentation's tables share where they end: the record, its picture and its tables."""
+"""What the benchmarks of the documentation's tables share where they end: record, picture, tables and exit status."""
 
 from __future__ import annotations
 
+import argparse
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
@@ -36,3 +39,14 @@ def over_torch(row: Record, name: str) -> float | None:
 def day_and_commit(record: Record) -> str:
     """When a record was made, and of which commit if it is one of a clone."""
     return record["started"][:10] + (f", commit {record['commit'][:10]}" if record["commit"] else "")
+
+
+def answered(
+    parser: argparse.ArgumentParser, run: Callable[[argparse.Namespace, list[str]], int], arguments: list[str] | None
+) -> int:
+    """The exit status of ``run`` on the words of a command line; a ValueError ends it as a bad option does."""
+    words = sys.argv[1:] if arguments is None else arguments
+    try:
+        return run(parser.parse_args(words), words)
+    except ValueError as error:
+        parser.error(str(error))

@@ -44,7 +44,7 @@ from fusedlayers.functional.switches import switched
 
 from . import host_tables
 from .chains import DEPTH, FUNCTION, MODULE, STANDS, TORCH, Layer, Loop, Stand
-from .endings import finish
+from .endings import answered, finish
 from .host_tables import AUTO, AUTO_FUNCTION, COMPILED, KERNELS, ONE_THREAD, ONE_WAY
 from .loop_clock import loop_clock_for
 
@@ -126,12 +126,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main(arguments: list[str] | None = None) -> int:
     """Verify all rows and, if all are right, time them; the exit status."""
-    words = sys.argv[1:] if arguments is None else arguments
-    parser = build_parser()
-    try:
-        return _run(parser.parse_args(words), words)
-    except ValueError as error:
-        parser.error(str(error))
+    return answered(build_parser(), _run, arguments)
 
 
 def _run(chosen: argparse.Namespace, words: list[str]) -> int:

@@ -47,7 +47,7 @@ from fusedlayers.functional.switches import switched
 from fusedlayers.replacing.expert_ffns import run_eagerly
 
 from . import attention, step_tables
-from .endings import finish
+from .endings import answered, finish
 from .loop_clock import loop_clock_for
 from .step_models import (
     AUTO,
@@ -148,12 +148,7 @@ class StepsInARow:
 
 def main(arguments: list[str] | None = None) -> int:
     """Check and time the chosen models; the exit status."""
-    words = sys.argv[1:] if arguments is None else arguments
-    parser = build_parser()
-    try:
-        return _run(parser.parse_args(words), words)
-    except ValueError as error:
-        parser.error(str(error))
+    return answered(build_parser(), _run, arguments)
 
 
 def _run(chosen: argparse.Namespace, words: list[str]) -> int:

@@ -97,7 +97,7 @@ def test_strides_between_rows() -> None:
 def test_small_and_large_rows() -> None:
     x = torch.tensor([[2.0**-24, 0.0], [60000.0, -30000.0], [0.0, 0.0]], dtype=torch.float16, device=DEVICE)
     found = quantise_rows(x)
-    assert torch.allclose(dequantised(found), x.float(), rtol=2.0**-4)
+    assert ((dequantised(found) - x.float()).abs() <= x.float().abs() / 16).all(), "half of a unit in the last place"
 
 
 @pytest.mark.gpu
