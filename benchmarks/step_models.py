@@ -28,7 +28,9 @@ from .attention import use_without_mask
 TORCH, AUTO, KERNELS, RECOMPUTE, LIGER = "torch", "auto", "kernels", "recompute", "liger"
 # Auto mode with norms; and Liger-Kernel's norms and rotary embedding with our FFN and loss.
 NORM, LIGER_AUTO = "auto-norm", "liger-auto"
-NAMES = (TORCH, AUTO, NORM, KERNELS, RECOMPUTE, LIGER, LIGER_AUTO)
+# Auto mode with norms, whose wide products run in 8 bits.
+FP8 = "auto-fp8"
+NAMES = (TORCH, AUTO, NORM, KERNELS, RECOMPUTE, LIGER, LIGER_AUTO, FP8)
 OURS = (AUTO, NORM, KERNELS, RECOMPUTE, LIGER_AUTO)
 # What Liger-Kernel leaves to us: names of its options, of which a model's function has some.
 _LEFT_TO_US = dict.fromkeys(("swiglu", "geglu", "cross_entropy", "fused_linear_cross_entropy"), False)
@@ -228,7 +230,10 @@ def _replaced(variant: Variant, name: str) -> Variant:
     with warnings.catch_warnings():
         # That nothing was replaced: the record says so.
         warnings.simplefilter("ignore")
-        report = replace_layers(variant.model, recompute=True if name == RECOMPUTE else "auto", norm=name == NORM)
+        report = replace_layers(
+            variant.model, recompute=True if name == RECOMPUTE else "auto", norm=name in (NORM, FP8),
+            precision="fp8" if name == FP8 else None,
+        )  # fmt: skip
     return variant if report.replaced else Variant(None, "nothing of it is replaced")
 
 

@@ -1,8 +1,12 @@
 """8-bit values (e4m3) of a matrix and one float32 scale for each of its rows, or for each row of its transpose.
 
-A row ``x`` becomes ``values = x · (448 / m)`` and ``scale = m / 448``, with the row's absolute maximum m, so that
-``values · scale`` is close to ``x``: 448 is the largest number of e4m3. A row of zeros has the scale 1. A row that
-holds NaN or an infinity has the scale NaN or infinity and holds NaN itself, so that every product with it is NaN.
+The scale of a row ``x`` is the smallest power of two that is not below m / 448, with the row's absolute maximum m, and
+``values = x / scale``: 448 is the largest number of e4m3. Powers of two are exact factors, so a row can be given
+another scale later without a second rounding. A row that holds NaN or an infinity has the scale NaN or infinity, so
+that every product with it is NaN.
+
+A weight gradient sums over rows, whose scales differ: :func:`transposed_pair` moves the scales of both operands into
+the values of the left one, relative to the largest of their products, while it transposes both.
 
 Values are rounded to nearest even and saturate. They are written as integers of 8 bits: a conversion to e4m3 whose
 result changes its layout afterwards was miscompiled on Hopper (triton#11111).
@@ -19,16 +23,23 @@ from .tiles import in_units, load_tile, load_vector, store_tile
 
 E4M3 = torch.float8_e4m3fn
 LARGEST = 448.0
-# Smaller maxima count as this: 448 divided by it is still finite.
+# Smaller maxima count as this: the inverse of a scale is still finite.
 SMALLEST = 2.0**-100
 
 _LARGEST, _SMALLEST = tl.constexpr(LARGEST), tl.constexpr(SMALLEST)
+# Larger than the sum of two biased exponents.
+_NOT_FINITE = tl.constexpr(1000)
 # The longest block of a row that a program keeps in registers; longer rows are read twice.
 _LONGEST_BLOCK = 16384
 # Elements of a program with short rows, and of each warp of one with longer rows.
 _ELEMENTS, _OF_A_WARP = 4096, 1024
 # Tiles of the transposing kernels: rows and columns of the matrix. A row of the transpose gets 128 bytes at a time.
 _TILE_ROWS, _TILE_COLUMNS = 128, 64
+_TRANSPOSED_COLUMNS = 128
+# Rows of a transpose in 8 bits begin at multiples of so many bytes.
+_UNIT = 16
+# Scales that one program multiplies at once: it alone finds the largest product.
+_SCALES_AT_ONCE = 4096
 # Rows of one band, whose maxima one program finds.
 _BAND_ROWS = 512
 
@@ -47,11 +58,15 @@ def _as_number(magnitude, x):
 
 @triton.jit
 def _scales(largest):
-    """(scale, factor) of rows with these absolute maxima: values are multiplied by the factor to be quantised."""
+    """(scale, its inverse) of rows with these absolute maxima."""
     # Not tl.maximum, which drops NaN.
     bounded = tl.where(largest < _SMALLEST, _SMALLEST, largest)
-    scale = tl.where(largest == 0.0, 1.0, tl.div_rn(bounded, tl.zeros_like(bounded) + _LARGEST))
-    return scale, tl.div_rn(tl.zeros_like(bounded) + _LARGEST, bounded)
+    ratio = tl.div_rn(bounded, tl.zeros_like(bounded) + _LARGEST)
+    # Round up to a power of two: without a mantissa, which carries into the exponent unless it is 0.
+    bits = ratio.to(tl.int32, bitcast=True)
+    scale = ((bits + 0x7FFFFF) & 0x7F800000).to(tl.float32, bitcast=True)
+    scale = tl.where(bits < 0x7F800000, scale, ratio)
+    return scale, tl.div_rn(tl.zeros_like(scale) + 1.0, scale)
 
 
 @triton.jit
@@ -137,6 +152,53 @@ def _quantise_transposed_kernel(
         tl.store(scales_ptr + cols, scale, mask=cols < K)
 
 
+@triton.jit
+def _exponents(left_ptr, right_ptr, rows, M):
+    """The sums of the biased exponents of two powers of two for each row; larger than any if one is not finite."""
+    left = load_vector(left_ptr, rows, 1, M).to(tl.int32, bitcast=True) >> 23
+    right = load_vector(right_ptr, rows, 1, M).to(tl.int32, bitcast=True) >> 23
+    return tl.where((left == 255) | (right == 255), _NOT_FINITE, left + right)
+
+
+@triton.jit
+def _combine_scales_kernel(left_ptr, right_ptr, factors_ptr, largest_ptr, M, BLOCK: tl.constexpr):
+    """Products of two scales of each row, relative to the largest of them, which is stored in front of a 1."""
+    rows = tl.arange(0, BLOCK)
+    sums = _exponents(left_ptr, right_ptr, rows, M)
+    for first in tl.range(BLOCK, M, BLOCK):
+        sums = tl.maximum(sums, _exponents(left_ptr, right_ptr, first + rows, M))
+    most = tl.max(sums, 0)
+    # Beyond the range of float32 lies 0 or infinity, as the weight gradient does.
+    largest = tl.minimum(tl.maximum(most - 127, 0), 255) << 23
+    largest = tl.where(most == _NOT_FINITE, 0x7FC00000, largest)
+    tl.store(largest_ptr, largest.to(tl.float32, bitcast=True))
+    tl.store(largest_ptr + 1, 1.0)
+    for first in tl.range(0, M, BLOCK):
+        sums = _exponents(left_ptr, right_ptr, first + rows, M)
+        factors = tl.maximum(sums - most + 127, 0) << 23
+        tl.store(factors_ptr + first + rows, factors.to(tl.float32, bitcast=True), mask=first + rows < M)
+
+
+@triton.jit
+def _transpose_kernel(
+    x_ptr, factors_ptr, values_ptr, stride_x, stride_values, M, K, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
+    UNIT: tl.constexpr,
+):  # fmt: skip
+    """The transpose ``[K, M]`` of x, of 8-bit values times the factors of rows, or of numbers divided by scales."""
+    stride_x, stride_values = in_units(stride_x, UNIT), in_units(stride_values, UNIT)
+    columns = tl.cdiv(K, BLOCK_K)
+    band, tile = tl.program_id(0) // columns, tl.program_id(0) % columns
+    rows = band.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    cols = tile * BLOCK_K + tl.arange(0, BLOCK_K)
+    factors = tl.load(factors_ptr + rows, mask=rows < M, other=1.0)
+    x = load_tile(x_ptr, rows, cols, stride_x, 1, M, K)
+    if x_ptr.dtype.element_ty == tl.int8:
+        x = x.to(tl.float8e4nv, bitcast=True)
+    else:
+        factors = tl.div_rn(tl.zeros_like(factors) + 1.0, factors)
+    store_tile(values_ptr, tl.trans(_quantised(x, factors[:, None])), cols, rows, stride_values, 1, K, M)
+
+
 def quantise_rows(x: torch.Tensor, other: torch.Tensor | None = None, ready: dict[Any, Any] | None = None) -> Scaled:
     """x ``[M, K]`` of 16-bit numbers in 8 bits, with one scale for each row.
 
@@ -211,3 +273,38 @@ def _prepared_transposed(x: torch.Tensor, values: torch.Tensor, ready: dict[Any,
         return Launch(_quantise_transposed_kernel, programs, numbers, (), (_TILE_ROWS, _TILE_COLUMNS), 4)
 
     return prepared(ready, ("quantised transpose", rows, columns, layout_of(x), layout_of(values)), prepare)
+
+
+def transposed_pair(
+    left: Scaled, right: torch.Tensor, right_scale: torch.Tensor, ready: dict[Any, Any] | None = None
+) -> tuple[Scaled, Scaled]:
+    """Both operands of ``leftᵀ right``, transposed, in 8 bits: ``[M, N]`` -> ``[N, M]``, and ``[M, K]`` -> ``[K, M]``.
+
+    ``right`` are 16-bit numbers with contiguous rows, and ``right_scale`` the scales ``[M]`` of these rows in 8 bits.
+    The result of left has one scale, that of right is 1. Rows of both results begin at multiples of 16 bytes.
+    """
+    rows, device = right.shape[0], right.device
+    factors, largest = (torch.empty(size, dtype=torch.float32, device=device) for size in (rows, 2))
+
+    def prepare() -> Launch:
+        return Launch(_combine_scales_kernel, 1, (rows,), (), (_SCALES_AT_ONCE,), 8)
+
+    prepared(ready, ("combined scales", rows), prepare)((left.scale, right_scale, factors, largest))
+    return (
+        Scaled(_transposed(left.values.view(torch.int8), factors, ready), largest[0]),
+        Scaled(_transposed(right, right_scale, ready), largest[1]),
+    )
+
+
+def _transposed(x: torch.Tensor, factors: torch.Tensor, ready: dict[Any, Any] | None) -> torch.Tensor:
+    rows, columns = x.shape
+    stride = ceil_div(rows, _UNIT) * _UNIT
+    values = x.new_empty(columns, stride, dtype=torch.int8)
+
+    def prepare() -> Launch:
+        programs = ceil_div(rows, _TILE_ROWS) * ceil_div(columns, _TRANSPOSED_COLUMNS)
+        tile = _TILE_ROWS, _TRANSPOSED_COLUMNS, vector_unit(x, x.stride(0), columns)
+        return Launch(_transpose_kernel, programs, (x.stride(0), stride, rows, columns), (), tile, 4)
+
+    prepared(ready, ("transposed", rows, columns, x.dtype, layout_of(x)), prepare)((x, factors, values))
+    return values.view(E4M3)[:, :rows]

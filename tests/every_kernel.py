@@ -14,16 +14,24 @@ from code_generation import compiling_for  # sets the switches before the librar
 
 from fusedlayers import functional
 from fusedlayers.functional.linear_cross_entropy.parts import Part, losses_of_part
+from fusedlayers.kernels import gemm_epilogue as products
 from fusedlayers.kernels.column_sums import column_sums
 from fusedlayers.kernels.dropout import drop
-from fusedlayers.kernels.float8 import quantise_rows, quantise_transposed
-from fusedlayers.kernels.tuning import COLUMN_SUM_TILES
+from fusedlayers.kernels.float8 import E4M3, quantise_rows, quantise_transposed, transposed_pair
+from fusedlayers.kernels.hopper import Scaled
+from fusedlayers.kernels.matmul.arithmetic import Arithmetic
+from fusedlayers.kernels.tuning import COLUMN_SUM_TILES, EPILOGUE_PIPELINES
 
 SEED = torch.zeros(1, dtype=torch.int64)
+SILU = Arithmetic("silu", "coarse", "ieee")
 
 
 def matrix(*shape: int) -> torch.Tensor:
     return torch.empty(*shape, dtype=torch.bfloat16, requires_grad=True)
+
+
+def in_8_bits(rows: int, columns: int) -> Scaled:
+    return Scaled(torch.empty(rows, columns, dtype=E4M3), torch.empty(rows))
 
 
 def ffn(width: int, gated: bool, recompute: bool | str = "auto") -> torch.Tensor:
@@ -76,6 +84,22 @@ def calls(target: str) -> Iterator[Callable[[], torch.Tensor]]:
         # Others have no products in 8 bits, and most of them no such numbers.
         yield lambda: quantise_rows(matrix(4096, 1024).detach()).values
         yield lambda: quantise_transposed(matrix(4096, 1024).detach()).values
+        yield lambda: transposed_pair(in_8_bits(4096, 2048), matrix(4096, 1024).detach(), torch.ones(4096))[1].values
+        yield lambda: products.scaled_product(
+            in_8_bits(4096, 8192), in_8_bits(1024, 8192), matrix(1024).detach(),
+            EPILOGUE_PIPELINES["scaled_product", False], torch.bfloat16,
+        )  # fmt: skip
+        for gated in (False, True):
+            more = (in_8_bits(2048, 1024), None) if gated else (None, None)
+            yield lambda gated=gated, more=more: products.scaled_hidden(
+                in_8_bits(4096, 1024), in_8_bits(2048, 1024), None, *more, True, SILU,
+                EPILOGUE_PIPELINES["scaled_hidden", gated], torch.bfloat16,
+            )[0]  # fmt: skip
+            z = matrix(4096, 2048).detach()
+            yield lambda gated=gated, z=z: products.scaled_hidden_gradient(
+                in_8_bits(4096, 1024), in_8_bits(2048, 1024), z, z if gated else None, True, SILU,
+                EPILOGUE_PIPELINES["scaled_hidden_gradient", gated],
+            )[0]  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -154,7 +154,7 @@ TESTS: dict[str, tuple[str, ...]] = {
 # The same of tests/gpu.
 GPU_TESTS: dict[str, tuple[str, ...]] = {
     "gemm_gemm": _GPU_GEMM_GEMM,
-    "gemm_epilogue": (*_GPU_EPILOGUE, "hidden_gradient_gpu", "lora_ffn_gpu", "scaled_hidden_gpu"),
+    "gemm_epilogue": (*_GPU_EPILOGUE, "hidden_gradient_gpu", "lora_ffn_gpu", "scaled_hidden_gpu", "scaled_product_gpu"),
     "gemm_reduce": ("gemm_reduce_gpu", "sm90_reduce", "maxsim_gpu"),
     "grouped_gemm": ("moe_ffn_gpu", "grouped_gemm_gpu", "model_experts_gpu"),
     "matmul": (
@@ -179,7 +179,7 @@ GPU_TESTS: dict[str, tuple[str, ...]] = {
     "moe_ffn": ("moe_ffn_gpu", "grouped_gemm_gpu", "model_experts_gpu"),
     "activations": ("ffn_gpu",),
     "column_sums": ("weight_gradient_gpu",),
-    "float8": ("float8_gpu",),
+    "float8": ("float8_gpu", "scaled_product_gpu"),
     "dropout": ("ffn_gpu", "ffn_epilogue_gpu"),
     "partials": ("ffn_gpu", "linear_gpu", "weight_gradient_gpu"),
     "tiles": ("ffn_gpu", "gemm_gemm_gpu", "linear_gpu"),

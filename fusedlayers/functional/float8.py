@@ -21,14 +21,11 @@ from torch.compiler import is_dynamo_compiling
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ..kernels import gemm_epilogue as kernels
-from ..kernels.float8 import quantise_rows, quantise_transposed
+from ..kernels.float8 import quantise_rows, quantise_transposed, transposed_pair
 from ..kernels.hopper import Scaled
-from ..kernels.matmul.arithmetic import Arithmetic
 from ..kernels.tuning import EpiloguePipeline
 from .call import _is_capturing
 from .prepared import Prepared
-
-_IDENTITY = Arithmetic("identity", "coarse", "ieee")
 
 # By the id of a tensor that owns memory: a parameter, or what a view is a view of.
 _kept: dict[int, _Kept] = {}
@@ -165,10 +162,30 @@ def product(
     left: Scaled, right: Scaled, bias: Tensor | None, pipeline: EpiloguePipeline, like: Tensor, ready: dict[Any, Any]
 ) -> Tensor:
     """``left rightᵀ + bias`` in the dtype of ``like``: left ``[M, K]``, right ``[N, K]`` -> ``[M, N]``."""
-    found, _, _ = kernels.scaled_hidden(
-        left, right, packed(bias), None, None, False, _IDENTITY, pipeline, like.dtype, ready=ready
-    )
-    return found
+    return kernels.scaled_product(left, right, packed(bias), pipeline, like.dtype, ready)
+
+
+def weight_gradients(
+    left: Scaled,
+    right: Tensor,
+    right_scale: Tensor,
+    wanted: Sequence[bool],
+    pipeline: EpiloguePipeline,
+    ready: dict[Any, Any],
+) -> list[Tensor | None]:
+    """The wanted parts of ``leftᵀ right``: left ``[M, N · parts]`` side by side, right ``[M, K]`` -> ``[N, K]`` each.
+
+    ``right_scale`` are the scales ``[M]`` with which the rows of ``right`` are quantised.
+    """
+    if not any(wanted):
+        return [None] * len(wanted)
+    right = right if right.stride(1) == 1 else right.contiguous()
+    (values, scale), transposed = transposed_pair(left, right, right_scale, ready)
+    parts = values.chunk(len(wanted))
+    return [
+        product(Scaled(part, scale), transposed, None, pipeline, right, ready) if wants else None
+        for part, wants in zip(parts, wanted, strict=True)
+    ]
 
 
 def packed(bias: Tensor | None) -> Tensor | None:

@@ -11,11 +11,13 @@ from torch import Tensor
 from .. import reference
 from ..kernels import split_k as kernels
 from ..kernels.activations import ACTIVATIONS, canonical_activation
+from ..kernels.column_sums import column_sums
+from ..kernels.tuning import COLUMN_SUM_TILES
 from ..planning import Float8LinearProblem, LinearPlan, LinearProblem, ProductPlan
 from ..planning.float8 import IN_16_BITS
 from .call import call_facts, traced, wants_gradient
 from .custom_ops import Result, Results
-from .float8 import note_sources, product, quantised, quantised_transpose, quantised_weight
+from .float8 import note_sources, product, quantised, quantised_transpose, quantised_weight, weight_gradients
 from .operands import (
     check_given,
     check_shape,
@@ -302,7 +304,7 @@ class _Float8Linear(_Linear):
         return found
 
     def problem(self, tensors: Tensors, options: tuple[Any, ...]) -> LinearProblem:
-        return Float8LinearProblem(**super().problem(tensors, options).__getstate__())
+        return Float8LinearProblem(**super().problem(tensors, options).__getstate__(), recipe=options[3])
 
     def finished(self, call: Prepared, tensors: Tensors, results: Tensor) -> Tensor:
         x, y = tensors[0], results
@@ -313,21 +315,32 @@ class _Float8Linear(_Linear):
 
     def forward(self, call: Prepared, operands: Tensors, wanted: Sequence[bool]) -> tuple[Tensors, Tensors]:
         (x, weight, bias), ready = operands, call.ready
-        right = quantised_weight(weight, call)
-        pipeline = call.plan.product_pipeline
-        y = product(quantised(x, ready), right, bias, pipeline, x, ready.setdefault("forward", {}))
-        return (y,), ()
+        right, values = quantised_weight(weight, call), quantised(x, ready)
+        y = product(values, right, bias, call.plan.product_pipeline, x, ready.setdefault("forward", {}))
+        saves = bool(wanted) and wanted[1] and call.problem.weight_gradient_in_8_bits
+        return (y,), (values.scale if saves else None,)
 
     def backward(
         self, call: Prepared, operands: Tensors, made: Tensors, wanted: Sequence[bool], upstream: Tensors
     ) -> Tensors:
-        (x, weight, _), [dy], ready = operands, upstream, call.ready
+        (x, weight, _), [dy], [x_scale], ready = operands, upstream, made, call.ready
+        pipeline = call.plan.product_pipeline
+        in_8_bits = wanted[1] and x_scale is not None
         dx = None
+        if wanted[0] or in_8_bits:
+            dy_values = quantised(dy, ready)
         if wanted[0]:
             right = quantised_transpose((weight,), call)
-            pipeline = call.plan.product_pipeline
-            dx = product(quantised(dy, ready), right, None, pipeline, dy, ready.setdefault("data gradient", {}))
-        return dx, *self._weight_gradients(call, dy, x, wanted)
+            dx = product(dy_values, right, None, pipeline, dy, ready.setdefault("data gradient", {}))
+        if not in_8_bits:
+            return dx, *self._weight_gradients(call, dy, x, wanted)
+        [dw] = weight_gradients(dy_values, x, x_scale, [True], pipeline, ready.setdefault("weight gradient", {}))
+        return dx, dw, column_sums(dy, COLUMN_SUM_TILES, ready) if wanted[2] else None
+
+    def results(self, operands: Tensors, problem: Any, path: str, extras: dict[str, Any], saving: bool) -> Results:
+        results, _ = super().results(operands, problem, path, extras, saving)
+        saves = saving and problem.needs_weight_gradient and problem.weight_gradient_in_8_bits
+        return results, [Result((problem.M,), torch.float32) if saves else None]
 
 
 LINEAR = _Linear(linear)

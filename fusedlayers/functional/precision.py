@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-RECIPES = ("rowwise",)
-WEIGHT_GRADIENTS = ("bf16",)
-# What ``precision="fp8"`` means, and how the default recipe is passed on.
-WORD = "fp8"
+from ..planning.float8 import AUTO, ROWWISE, ROWWISE_BF16
+
+# What ``precision="fp8"`` means: the default recipe, in a word.
+WORD = AUTO
+RECIPES = (ROWWISE, ROWWISE_BF16)
+# How operations pass a recipe on, by the format of weight gradients.
+WORDS = {"auto": AUTO, "fp8": ROWWISE, "bf16": ROWWISE_BF16}
 
 
 @dataclass(frozen=True)
@@ -15,25 +18,36 @@ class Float8:
     """How products run in 8 bits (e4m3), as a layer's ``precision``.
 
     Args:
-        recipe: "rowwise": every row of an operand has a scale, which is its own absolute maximum divided by 448. No
-            state is kept between calls.
-        weight_gradient: "bf16": weight and bias gradients are computed from operands in 16 bits, as without
-            ``precision``. This is torchao's ``rowwise_with_gw_hp``.
+        recipe: "rowwise": every row of an operand has a scale of its own, the least power of two from its absolute
+            maximum / 448 on. No state is kept between calls. "rowwise_with_gw_hp" is torchao's name of the same with
+            ``weight_gradient="bf16"``.
+        weight_gradient: "fp8": weight gradients are products of 8-bit operands, too, which are transposed for it.
+            "bf16": they are computed from operands in 16 bits, as without ``precision``. "auto": in 8 bits if the
+            layer is so wide that this is faster. Bias gradients are sums in 16 bits.
 
     Raises:
-        ValueError: a recipe or a format that is not built; the message names those that are.
+        ValueError: a recipe or a format that is not built, or two that contradict each other; the message names those
+            that are.
     """
 
-    recipe: str = "rowwise"
-    weight_gradient: str = "bf16"
+    recipe: str = ROWWISE
+    weight_gradient: str = "auto"
 
     def __post_init__(self) -> None:
+        formats = tuple(WORDS)
         for name, value, known in (
             ("recipe", self.recipe, RECIPES),
-            ("weight_gradient", self.weight_gradient, WEIGHT_GRADIENTS),
+            ("weight_gradient", self.weight_gradient, formats),
         ):
-            if not isinstance(value, str) or value not in known:
+            if value not in known:
                 raise ValueError(f"{name} must be one of {', '.join(map(repr, known))}, got {value!r}")
+        if self.weight_gradient == "fp8" and self.recipe == ROWWISE_BF16:
+            raise ValueError(f'weight_gradient must be "auto" or "bf16" with the recipe {self.recipe!r}, got "fp8"')
+
+    @property
+    def word(self) -> str:
+        """The recipe in a word, with the format of weight gradients."""
+        return ROWWISE_BF16 if self.recipe == ROWWISE_BF16 else WORDS[self.weight_gradient]
 
 
 def precision_word(precision: str | Float8 | None) -> str | None:
@@ -43,12 +57,13 @@ def precision_word(precision: str | Float8 | None) -> str | None:
         TypeError: it is neither None, a str nor a Float8.
         ValueError: an unknown word.
     """
-    if precision is None or isinstance(precision, Float8):
-        # There is one recipe.
-        return None if precision is None else WORD
+    if precision is None:
+        return None
+    if isinstance(precision, Float8):
+        return precision.word
     expected = f'precision must be None, "{WORD}" or a fusedlayers.Float8'
     if not isinstance(precision, str):
         raise TypeError(f"{expected}, got {precision!r} ({type(precision).__name__})")
-    if precision != WORD:
+    if precision not in WORDS.values():
         raise ValueError(f"{expected}, got {precision!r}")
-    return WORD
+    return precision

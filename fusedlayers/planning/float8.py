@@ -1,6 +1,6 @@
 """FFNs and linear layers whose products run in 8 bits: which calls do, and why the others run as in 16 bits.
 
-The products of a call are those of x and of upstream gradients with the weights. Weight gradients stay in 16 bits.
+The products of a call are those of x and of upstream gradients with the weights, and by most recipes weight gradients.
 """
 
 from dataclasses import dataclass, fields
@@ -15,6 +15,9 @@ from .linear import LinearProblem
 from .weight_gradient import WeightGradientPlan
 
 IN_8_BITS, IN_16_BITS = "float8", "bf16"
+# Recipes in a word, as users write and operations pass it on: weight gradients in 8 bits where that pays, wherever it
+# is possible, and nowhere. The last two are torchao's.
+AUTO, ROWWISE, ROWWISE_BF16 = "fp8", "rowwise", "rowwise_with_gw_hp"
 # Rows of operands and results begin at multiples of 16 bytes.
 MULTIPLE = 16
 # Auto mode's limits: the narrowest layer, and the least FLOPs of one of its products, launched one by one and inside a
@@ -22,6 +25,10 @@ MULTIPLE = 16
 # a graph, where quantising takes nearly all that 8 bits gain. Launched one by one, where more launches wait for the
 # host, a linear takes 1.16 of it at 8192 × 4096 × 4096 (2^38), and a gated FFN 0.77 at 8192 × 4096 × 14,336.
 LEAST_WIDTH, LEAST_FLOPS = 1024, (2**39, 2**37)
+# The least FLOPs of a weight gradient for each byte that transposing its operands moves, if it is to be in 8 bits. On
+# an H100 in bfloat16 and in 8 bits it took 171 and 186 µs at 819 (16,384 × 2048 × 2048), 787 and 611 at 1170
+# (16,384 × 2048 × 8192), 347 and 292 at 1638 (8192 × 4096 × 4096).
+LEAST_REUSE = 1000
 # The FLOPs of one 16-bit instruction for those of an 8-bit one.
 _RATE = 0.5
 
@@ -30,9 +37,25 @@ _RATE = 0.5
 class Float8Problem(Problem):
     """An FFN in 8 bits."""
 
-    recipe: str = "rowwise"
+    recipe: str = AUTO
 
     __hash__ = Call.__hash__
+
+    @property
+    def up_gradient_in_8_bits(self) -> bool:
+        """Whether the gradients of w_up and w_gate are products of 8-bit operands."""
+        return _transposes(self.recipe, (2 if self.gated else 1) * self.N, self.K)
+
+    @property
+    def down_gradient_in_8_bits(self) -> bool:
+        """The same of w_down."""
+        return _transposes(self.recipe, self.O, self.N)
+
+    @property
+    def flops_in_16_bits(self) -> int:
+        """Of weight gradients."""
+        up = 0 if self.up_gradient_in_8_bits else (2 if self.gated else 1) * self.K
+        return 2 * self.M * self.N * (up + (0 if self.down_gradient_in_8_bits else self.O))
 
     @property
     def plain(self) -> Problem:
@@ -53,7 +76,8 @@ class Float8Problem(Problem):
         """h, x and h in 8 bits; in the backward pass h and the gradients of the pre-activations, these and dy in 8."""
         parts = 2 if self.gated else 1
         forward = self.M * (self.N * self.element_bytes + self.K + self.N)
-        backward = self.M * (self.N * (self.element_bytes * (parts + 1) + parts) + self.O)
+        dy = 2 * self.O if self.down_gradient_in_8_bits else self.O
+        backward = self.M * (self.N * (self.element_bytes * (parts + 1) + parts) + dy)
         return backward if self.training else forward
 
     @property
@@ -80,11 +104,20 @@ class Float8Problem(Problem):
 class Float8LinearProblem(LinearProblem):
     """A linear layer in 8 bits."""
 
-    recipe: str = "rowwise"
+    recipe: str = AUTO
 
     gated: ClassVar[bool] = False
 
     __hash__ = Call.__hash__
+
+    @property
+    def weight_gradient_in_8_bits(self) -> bool:
+        return _transposes(self.recipe, self.N, self.K)
+
+    @property
+    def flops_in_16_bits(self) -> int:
+        """Of weight gradients."""
+        return 0 if self.weight_gradient_in_8_bits else 2 * self.M * self.N * self.K
 
     @property
     def plain(self) -> LinearProblem:
@@ -97,7 +130,9 @@ class Float8LinearProblem(LinearProblem):
 
     @property
     def workspace_bytes(self) -> int:
-        """x or dy in 8 bits."""
+        """x or dy in 8 bits, or with the gradient of weights dy and the transposes of both."""
+        if self.needs_weight_gradient and self.weight_gradient_in_8_bits:
+            return self.M * (self.K + 2 * self.N)
         return self.M * (max(self.K, self.N) if self.needs_data_gradient else self.K)
 
     @property
@@ -110,6 +145,13 @@ class Float8LinearProblem(LinearProblem):
 
     def plan(self, device: Device, backend: str) -> "Float8Plan":  # type: ignore[override]
         return plan(self, device, backend)
+
+
+def _transposes(recipe: str, left: int, right: int) -> bool:
+    """Whether a weight gradient ``[left, right]`` is a product of 8-bit operands, which are transposed for it."""
+    # A token of left is read and written in 8 bits, one of right is read in 16 bits.
+    reuse = 2 * left * right / (2 * left + 3 * right)
+    return recipe == ROWWISE or (recipe == AUTO and reuse >= LEAST_REUSE)
 
 
 def _without_recipe(problem: Any) -> dict[str, Any]:
@@ -129,7 +171,7 @@ class Float8Plan(Decision):
     def runs(self) -> str:
         if self.path == IN_16_BITS:
             return "in 16 bits"
-        return "in the float8 kernels (e4m3, a scale for each row; weight gradients in 16 bits)"
+        return f"in the float8 kernels (e4m3, a scale for each row; {_weight_gradients(self.problem)})"
 
     def gain(self, device: Device) -> str:
         return self.reason
@@ -141,7 +183,17 @@ class Float8Plan(Decision):
             "product": self.product_pipeline,
         }
         rows = [(f"{name} tiles", _text(pipeline)) for name, pipeline in named.items() if pipeline is not None]
-        return [("precision", f"fp8, {self.problem.recipe}; weight gradients in 16 bits"), *rows]
+        return [("precision", f"fp8, a scale for each row; {_weight_gradients(self.problem)}"), *rows]
+
+
+def _weight_gradients(problem: Any) -> str:
+    """How many bits the operands of weight gradients have, in words."""
+    if isinstance(problem, Float8LinearProblem):
+        return f"weight gradients in {8 if problem.weight_gradient_in_8_bits else 16} bits"
+    up, down = problem.up_gradient_in_8_bits, problem.down_gradient_in_8_bits
+    if up == down:
+        return f"weight gradients in {8 if up else 16} bits"
+    return f"the weight gradient of {'w_down' if up else 'w_up'} in 16 bits"
 
 
 def _text(pipeline: EpiloguePipeline) -> str:
@@ -154,7 +206,7 @@ def plan(problem: Any, device: Device, backend: str = "auto") -> Float8Plan:
     reason = why_not(problem, device, backend)
     p, in_8_bits = problem, reason is None
     forward, backward = p.model_flops
-    weights = p.needs_weight_gradient * forward
+    in_16_bits = p.flops_in_16_bits if p.needs_weight_gradient else 0
     plain = p.plain.plan(device, backend)
     options: dict[str, Any] = {"saved_bytes": plain.saved_bytes, "workspace_bytes": plain.workspace_bytes}
     if in_8_bits:
@@ -162,13 +214,13 @@ def plan(problem: Any, device: Device, backend: str = "auto") -> Float8Plan:
         options = {
             "hidden_pipeline": EPILOGUE_PIPELINES["scaled_hidden", p.gated] if ffn else None,
             "gradient_pipeline": EPILOGUE_PIPELINES["scaled_hidden_gradient", p.gated] if ffn and p.training else None,
-            "product_pipeline": EPILOGUE_PIPELINES["scaled_hidden", False],
+            "product_pipeline": EPILOGUE_PIPELINES["scaled_product", False],
             "weight_gradient": getattr(plain, "weight_gradient", None),
             "accuracy": activation_accuracy(p, device),
             "saved_bytes": p.kept_elements * p.element_bytes * p.training if ffn else plain.saved_bytes,
             "workspace_bytes": p.workspace_bytes,
             "floor_seconds": floor_seconds(
-                int(_RATE * (forward + backward - weights)) + weights, plain.bytes, p.dtype, device
+                int(_RATE * (forward + backward - in_16_bits)) + in_16_bits, plain.bytes, p.dtype, device
             ),
         }
     return Float8Plan(

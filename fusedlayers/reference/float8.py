@@ -12,32 +12,48 @@ from .layers import dropped, hidden
 
 E4M3 = torch.float8_e4m3fn
 LARGEST = 448.0
-# Smaller maxima count as this: 448 divided by it is still finite.
+# Smaller maxima count as this: the inverse of a scale is still finite.
 SMALLEST = 2.0**-100
 
-# e4m3 values ``[rows, columns]`` and the float32 scale of each row.
+# e4m3 values ``[rows, columns]`` and the float32 scale of each row, or of all.
 Quantised = tuple[Tensor, Tensor]
 
 
 def quantised_rows(x: Tensor) -> Quantised:
-    """x ``[M, K]`` as e4m3 values and the scale of each row, its absolute maximum / 448.
+    """x ``[M, K]`` as e4m3 values and the scale of each row: the least power of two from its maximum / 448 on.
 
-    A row of zeros has the scale 1. A row that holds NaN or an infinity has that scale, and holds NaN.
+    The maximum is that of absolute values. A row that holds NaN or an infinity has that scale.
     """
     x = x.float()
     largest = x.abs().amax(1)
-    bounded = torch.where(largest < SMALLEST, SMALLEST, largest)
-    # Two tensors are divided exactly; on a GPU torch multiplies by the inverse of a number, or of what divides one.
-    limit = torch.full_like(bounded, LARGEST)
-    scale = torch.where(largest == 0, torch.ones_like(bounded), bounded / limit)
+    # Two tensors are divided exactly; on a GPU torch multiplies by the inverse of a number.
+    ratio = torch.where(largest < SMALLEST, SMALLEST, largest)
+    ratio = ratio / torch.full_like(ratio, LARGEST)
+    mantissa, exponent = torch.frexp(ratio)
+    power = torch.ldexp(torch.ones_like(ratio), exponent - (mantissa == 0.5).int())
+    scale = torch.where(ratio.isfinite(), power, ratio)
     # clamp keeps NaN.
-    return (x * (limit / bounded)[:, None]).clamp(-LARGEST, LARGEST).to(E4M3), scale
+    return (x / scale[:, None]).clamp(-LARGEST, LARGEST).to(E4M3), scale
+
+
+def transposed_pair(left: Quantised, right: Tensor, right_scale: Tensor) -> tuple[Quantised, Quantised]:
+    """Both operands of ``leftᵀ right``, transposed: left ``[M, N]`` -> ``[N, M]``, right ``[M, K]`` -> ``[K, M]``.
+
+    ``right_scale`` are the scales ``[M]`` of its rows. The products of both scales, relative to the largest one, are
+    factors of left's values; the largest is its scale then, and that of right is 1.
+    """
+    values, scale = left
+    largest = (scale.double() * right_scale.double()).amax()
+    factors = (scale.double() * right_scale.double() / largest).float()
+    moved = (values.float() * factors[:, None]).to(E4M3)
+    found = (right.float() / right_scale[:, None]).clamp(-LARGEST, LARGEST).to(E4M3)
+    return (moved.T.contiguous(), largest.float()), (found.T.contiguous(), torch.ones_like(scale[:1])[0])
 
 
 def dequantised(operand: Quantised) -> Tensor:
     """What the values stand for, in float32."""
     values, scale = operand
-    return values.float() * scale[:, None]
+    return values.float() * (scale[:, None] if scale.dim() else scale)
 
 
 def scaled_product(left: Quantised, right: Quantised) -> Tensor:

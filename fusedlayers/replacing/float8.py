@@ -12,6 +12,7 @@ from torch import nn
 
 from ..functional.linear import LINEAR
 from ..functional.operation import Operation
+from ..functional.precision import WORD
 from ..modules import FFNPieces, linear_weight, why_not_plain
 from ..planning import Device
 from ..planning.float8 import why_narrow, why_uneven
@@ -55,4 +56,4 @@ def _said(operation: Operation, given: dict[str, Any], precision: str, on: Devic
     if (reason := why_in_16_bits(operation, given, on)) is not None:
         return f"; in 16 bits: {reason}"
     floats = next(iter(given.values())).dtype is torch.float32
-    return f"; {precision}{' under autocast' if floats else ''}"
+    return f"; {WORD}{' under autocast' if floats else ''}"

@@ -30,6 +30,7 @@ from ..matmul.sm90 import data_gradient
 from .hidden import hidden
 from .hidden_gradient import HiddenGradients, hidden_gradient
 from .scaled_hidden import scaled_hidden, scaled_hidden_gradient
+from .scaled_product import scaled_product
 
 __all__ = [
     "HiddenGradients",
@@ -41,4 +42,5 @@ __all__ = [
     "hidden_gradient",
     "scaled_hidden",
     "scaled_hidden_gradient",
+    "scaled_product",
 ]

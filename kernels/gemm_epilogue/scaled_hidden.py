@@ -1,4 +1,4 @@
-"""The hidden from 8-bit operands with scales, on Hopper; with the identity as its activation, their product."""
+"""The hidden from 8-bit operands with scales, and its gradient, on Hopper."""
 
 from typing import Any
 
@@ -35,8 +35,8 @@ def scaled_hidden(
     """
 
     def prepare() -> Launch:
-        left, up = _matrix("x", x), _matrix("w_up", w_up)
-        gate = None if w_gate is None else _matrix("w_gate", w_gate)
+        left, up = scaled_matrix("x", x), scaled_matrix("w_up", w_up)
+        gate = None if w_gate is None else scaled_matrix("w_gate", w_gate)
         columns = up.rows
         if columns * dtype.itemsize % ALIGNMENT:
             raise ValueError(f"w_up has {columns} rows, and so many {dtype} are to be a multiple of 16 bytes")
@@ -81,8 +81,8 @@ def scaled_hidden_gradient(
     """
 
     def prepare() -> Launch:
-        left, right, first = _matrix("dy", dy), _matrix("w_down", w_down), _matrix("z", z)
-        gate = None if z_gate is None else _matrix("z_gate", z_gate)
+        left, right, first = scaled_matrix("dy", dy), scaled_matrix("w_down", w_down), scaled_matrix("z", z)
+        gate = None if z_gate is None else scaled_matrix("z_gate", z_gate)
         launch = sm90.prepare_hidden_gradient(
             left, right._replace(transposed=True), first, gate, (z.shape[1], z.shape[1]), keep_hidden, False,
             arithmetic.activation, arithmetic.accuracy, pipeline, dropout, None,
@@ -101,7 +101,7 @@ def scaled_hidden_gradient(
     return dz, d_gate, hidden
 
 
-def _matrix(name: str, operand: torch.Tensor | Scaled) -> Matrix:
+def scaled_matrix(name: str, operand: torch.Tensor | Scaled) -> Matrix:
     """The operand as TMA sees it."""
     found = untransposed(operand)
     if found is None:

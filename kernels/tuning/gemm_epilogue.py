@@ -132,6 +132,7 @@ EPILOGUE_PIPELINES: dict[tuple[str, bool], EpiloguePipeline] = {
     # of it, one staging buffer took up to 4 % longer, groups of 16 up to 11 %. The gradient's were not measured.
     ("scaled_hidden", False): EpiloguePipeline(step=128, most_stages=5, bits=8),
     ("scaled_hidden", True): EpiloguePipeline(step=128, most_stages=5, bits=8),
+    ("scaled_product", False): EpiloguePipeline(step=128, most_stages=5, bits=8),
     ("scaled_hidden_gradient", False): EpiloguePipeline(step=128, z_stages=2, bits=8),
     ("scaled_hidden_gradient", True): EpiloguePipeline(step=128, z_stages=4, bits=8),
     ("hidden_gradient", False): EpiloguePipeline(z_stages=2),

@@ -26,6 +26,7 @@ from tests.support.float8_twins import in_8_bits
 BFLOAT16 = torch.bfloat16
 NAMES = ("x", "w_up", "w_down", "b_up", "b_down", "w_gate", "b_gate")
 M, K, N, O = 40, 64, 96, 48
+RECIPES = ("rowwise", "rowwise_with_gw_hp")
 
 
 @pytest.fixture(autouse=True)
@@ -55,16 +56,17 @@ def gradients(y: Tensor, given: dict[str, Tensor], dy: Tensor) -> dict[str, Tens
     return dict(zip(wanted, torch.autograd.grad(y, list(wanted.values()), dy.to(y.dtype)), strict=True))
 
 
-def ffn(given: dict[str, Tensor], **options: Any) -> Tensor:
-    return fl.functional.ffn(**given, precision="fp8", **options)
+def ffn(given: dict[str, Tensor], precision: str = "fp8", **options: Any) -> Tensor:
+    return fl.functional.ffn(**given, precision=precision, **options)
 
 
+@pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("activation", ["gelu", "silu", "relu2", "identity"])
 @pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
-def test_ffn_close_to_float64(gated: bool, activation: str) -> None:
+def test_ffn_close_to_float64(gated: bool, activation: str, recipe: str) -> None:
     given, dy = operands(gated), torch.randn(M, O)
     with decisions() as taken:
-        y = ffn(given, activation=activation)
+        y = ffn(given, activation=activation, precision=recipe)
     assert taken == {"ffn float8": 1}
     exact = in_float64(given)
     truth = reference.ffn(**exact, activation=activation)
@@ -94,15 +96,16 @@ def test_linear_close_to_float64(activation: str | None, bias: bool) -> None:
         assert sqnr(value, expected[name]) >= OF_PRODUCT, name
 
 
+@pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
-def test_whatever_is_frozen(gated: bool, made: Any) -> None:
+def test_whatever_is_frozen(gated: bool, recipe: str, made: Any) -> None:
     """Every operand alone: the same gradient as with all of them, and nothing quantised for what nobody wants."""
     given, dy = operands(gated), torch.randn(M, O)
-    everything = gradients(ffn(given), given, dy)
+    everything = gradients(ffn(given, precision=recipe), given, dy)
     for name, expected in everything.items():
         alone = {other: each.detach().requires_grad_(other == name) for other, each in given.items()}
         made.clear()
-        y = ffn(alone)
+        y = ffn(alone, precision=recipe)
         forward = made["rows"]
         found = gradients(y, alone, dy)[name]
         # The hidden alone is torch's, from pre-activations that were rounded.
@@ -110,7 +113,10 @@ def test_whatever_is_frozen(gated: bool, made: Any) -> None:
         # The transposed w_down for what goes through the hidden, the other weights for dx alone.
         through = name not in ("w_down", "b_down")
         assert made["transposed"] == through + (name == "x")
-        assert made["rows"] - forward == through + (name == "x")
+        # dy for what goes through the hidden, dz for dx; and both for products of weight gradients.
+        in_8_bits = recipe == "rowwise" and name.startswith("w_")
+        assert made["pairs"] == in_8_bits
+        assert made["rows"] - forward == (through or in_8_bits) + (name == "x" or (in_8_bits and through))
 
 
 def test_what_is_not_wanted_is_not_saved() -> None:

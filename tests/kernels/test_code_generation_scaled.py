@@ -77,6 +77,13 @@ for gated in (False, True):
                 dy, w, z, z if gated else None, keep, Arithmetic(activation, accuracy, "ieee"), pipeline, dropout
             )
         tell(reports, gated, pipeline, dropping)
+pipeline = EPILOGUE_PIPELINES["scaled_product", False]
+for by_row, bias in ((True, torch.empty(2048, dtype=torch.bfloat16)), (False, None)):
+    with compiling_for("sm_90", sm90=True) as reports:
+        kernels.scaled_product(
+            operand(4096, 1024, by_row), operand(2048, 1024, by_row), bias, pipeline, torch.bfloat16
+        )
+    tell(reports, False, pipeline, False)
 """
 
 
@@ -84,8 +91,8 @@ def test_products_of_8_bit_operands(tmp_path: Path) -> None:
     """No spills, nothing serialised; in both consumers two instructions, one for each half of rows, for 32 columns."""
     (tmp_path / "scaled.py").write_text(SCALED)
     found = compiled(tmp_path, "scaled.py")
-    assert {report["kernel"] for report in found} == {"sm90_hidden", "sm90_epilogue_gradient"}
-    assert len(found) == 20
+    assert {report["kernel"] for report in found} == {"sm90_hidden", "sm90_epilogue_gradient", "sm90_scaled_product"}
+    assert len(found) == 22
     for report in found:
         # A mask is drawn where the most values of a tile are alive.
         spilled = DROPPING if report["dropping"] and report["gated"] else 0
@@ -93,7 +100,9 @@ def test_products_of_8_bit_operands(tmp_path: Path) -> None:
         assert not report["loop_spills"]
         assert faults(report | {"spill_bytes": 0}) == []
         assert report["wgmma"] == 2 * STEP // 32 * 2
-        assert report["constants"]["PIPELINE"][:2] == report["pipeline"]
+        constants = report["constants"]
+        stages = constants.get("PIPELINE") or [constants["STEP"], constants["STAGES"]]
+        assert stages[:2] == report["pipeline"]
 
 
 def operand(rows: int, columns: int, stride: int = 0) -> Scaled:

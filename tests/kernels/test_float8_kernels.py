@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from fusedlayers.kernels import float8
-from fusedlayers.kernels.float8 import Scaled, quantise_rows, quantise_transposed
+from fusedlayers.kernels.float8 import Scaled, quantise_rows, quantise_transposed, transposed_pair
 from fusedlayers.reference.float8 import LARGEST, SMALLEST, dequantised, quantised_rows
+from fusedlayers.reference.float8 import transposed_pair as reference_pair
 from tests.kernels.test_code_generation import compiled, faults
 from tests.support.operands import DEVICE, ON_GPU, needs_kernels
 
@@ -53,7 +54,7 @@ def test_values_and_scales_of_rows(size: tuple[int, int], dtype: torch.dtype) ->
     ready: dict[object, object] = {}
     for _ in range(3):
         assert_same(quantise_rows(other, x, ready), torch.cat((other, x), 1))
-    assert quantise_rows(x).scale[0] == 1
+    assert not quantise_rows(x).values[0].float().any()
 
 
 @kernels
@@ -79,6 +80,38 @@ def test_values_and_scales_of_the_transpose(size: tuple[int, int], dtype: torch.
     for x, other in ((first, second), (first.contiguous(), second.contiguous()), (first.contiguous(), second)):
         assert_same(quantise_transposed(x), x.T)
         assert_same(quantise_transposed(x, other), torch.cat((x, other)).T)
+
+
+@kernels
+@needs_kernels
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("size", [(1, 16, 16), (40, 48, 32), (133, 200, 70), (5000, 16, 24)], ids=str)
+def test_transposes_for_a_weight_gradient(size: tuple[int, int, int], dtype: torch.dtype) -> None:
+    """The values of the model, bit for bit; and their product, as the numbers are exact in 8 bits."""
+    M, N, K = size
+    dz, x = drawn(M, N, dtype), drawn(M, K, dtype)
+    x[0], dz[-1] = 0, 0
+    left, right_scale = quantise_rows(dz), quantise_rows(x).scale
+    ready: dict[object, object] = {}
+    for _ in range(2):
+        found = transposed_pair(left, x, right_scale, ready)
+        for (values, scale), (expected, its_scale) in zip(found, reference_pair(left, x, right_scale), strict=True):
+            assert torch.equal(values.view(torch.int8), expected.view(torch.int8))
+            assert values.stride(0) % 16 == 0
+            assert torch.equal(scale, its_scale)
+    product = dequantised(found[0]).double() @ dequantised(found[1]).double().T
+    assert torch.equal(product, dz.double().T @ x.double())
+
+
+@needs_kernels
+@pytest.mark.parametrize("scales", [(2.0**-100, 2.0**-90), (2.0**100, 2.0**90), (2.0**-105, 2.0**100)], ids=str)
+def test_scales_whose_product_no_float_holds(scales: tuple[float, float]) -> None:
+    """Their ratios are still right; what lies beyond is 0 or infinity."""
+    left, right = (torch.tensor([scale, scale / 4, scale], device=DEVICE) for scale in scales)
+    values = torch.full((3, 16), 4.0, device=DEVICE).to(torch.float8_e4m3fn)
+    (moved, largest), _ = transposed_pair(Scaled(values, left), torch.ones(3, 16, device=DEVICE).half(), right)
+    assert torch.equal(moved[0].float(), torch.tensor([4.0, 0.25, 4.0], device=DEVICE))
+    assert largest == torch.tensor(scales[0]) * scales[1]
 
 
 @needs_kernels
@@ -111,6 +144,17 @@ def test_a_row_with_what_is_not_finite_is_nan(value: float) -> None:
 
 
 @pytest.mark.gpu
+def test_a_weight_gradient_of_what_is_not_finite_is_nan() -> None:
+    dz, x = torch.randn(200, 64, device=DEVICE).bfloat16(), torch.randn(200, 32, device=DEVICE).bfloat16()
+    for given in (dz, x):
+        kept = float(given[7, 3])
+        given[7, 3] = math.inf
+        left, right = transposed_pair(quantise_rows(dz), x, quantise_rows(x).scale)
+        assert (dequantised(left) @ dequantised(right).T).isnan().all()
+        given[7, 3] = kept
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_random_numbers_are_rounded_as_torch_rounds_them(dtype: torch.dtype) -> None:
     for rows, columns in ((1000, 1024), (77, 4096), (50, 14_336), (13, 28_672)):
@@ -133,7 +177,7 @@ import json
 
 import torch
 from code_generation import compiling_for
-from fusedlayers.kernels.float8 import quantise_rows, quantise_transposed
+from fusedlayers.kernels.float8 import Scaled, quantise_rows, quantise_transposed, transposed_pair
 
 for columns in (1024, 4096, 8192, 14336, 28672):
     for two in (False, True):
@@ -142,6 +186,8 @@ for columns in (1024, 4096, 8192, 14336, 28672):
             quantise_rows(x, x if two else None)
             if columns == 4096:
                 quantise_transposed(x, x if two else None)
+                values = torch.empty(8192, 8192, dtype=torch.float8_e4m3fn)
+                transposed_pair(Scaled(values, torch.empty(8192)), x, torch.empty(8192))
         for report in reports:
             print(json.dumps(report | {"dtype": "bfloat16", "width": columns, "gated": two}), flush=True)
 """
@@ -151,8 +197,10 @@ for columns in (1024, 4096, 8192, 14336, 28672):
 def test_compiled_without_spills(tmp_path: Path) -> None:
     (tmp_path / "quantising.py").write_text(QUANTISING)
     found = compiled(tmp_path, "quantising.py")
-    assert {report["kernel"] for report in found} == {"quantise_rows", "column_maxima", "quantise_transposed"}
-    assert len(found) == 16
+    assert {report["kernel"] for report in found} == {
+        "quantise_rows", "column_maxima", "quantise_transposed", "combine_scales", "transpose",
+    }  # fmt: skip
+    assert len(found) == 22
     for report in found:
         assert report["spill_bytes"] == 0
         assert faults(report) == []

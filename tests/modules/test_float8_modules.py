@@ -29,8 +29,9 @@ def blocks(**options: Any) -> list[torch.nn.Module]:
 @pytest.mark.parametrize(
     ("make", "named"),
     [
-        (lambda: fl.Float8(recipe="delayed"), "recipe must be one of 'rowwise', got 'delayed'"),
-        (lambda: fl.Float8(weight_gradient="fp8"), "weight_gradient must be one of 'bf16', got 'fp8'"),
+        (lambda: fl.Float8("delayed"), "recipe must be one of 'rowwise', 'rowwise_with_gw_hp', got 'delayed'"),
+        (lambda: fl.Float8(weight_gradient="e5m2"), "weight_gradient must be one of 'auto', 'fp8', 'bf16', got 'e5m2'"),
+        (lambda: fl.Float8("rowwise_with_gw_hp", "fp8"), 'weight_gradient must be "auto" or "bf16" with'),
         (lambda: fl.FusedFFN(K, N, precision="int8"), 'precision must be None, "fp8" or a fusedlayers.Float8'),
         (lambda: fl.SplitKLinear(K, N, precision=8), r"precision must be .*, got 8 \(int\)"),  # type: ignore[arg-type]
         (lambda: fl.functional.linear(torch.ones(2, 2), torch.ones(2, 2), precision="x"), "precision must be .*'x'"),
@@ -42,7 +43,9 @@ def test_wrong_values_are_named(make: Any, named: str) -> None:
 
 
 def test_a_recipe_is_plain_data() -> None:
-    assert fl.Float8() == fl.Float8("rowwise", weight_gradient="bf16")
+    assert fl.Float8() == fl.Float8("rowwise")
+    assert (fl.Float8().word, fl.Float8(weight_gradient="fp8").word) == ("fp8", "rowwise")
+    assert fl.Float8(weight_gradient="bf16").word == fl.Float8("rowwise_with_gw_hp").word == "rowwise_with_gw_hp"
     assert hash(fl.Float8()) == hash(copy.deepcopy(fl.Float8()))
     assert pickle.loads(pickle.dumps(fl.Float8())) == fl.Float8()
     assert fl.FusedFFN(K, N, precision=fl.Float8()).precision == "fp8"
@@ -97,8 +100,8 @@ def test_what_explain_says(place: int) -> None:
     with in_8_bits():
         found = fl.explain(block, x)
         assert found.path == "float8"
-        assert "weight gradients in 16 bits" in found.lines[0]
-        assert "fp8, rowwise" in fl.explain(block, x, details=True)
+        assert "weight gradients in 8 bits" in found.lines[0]
+        assert "fp8, a scale for each row" in fl.explain(block, x, details=True)
         assert "the call is too small" in fl.explain(block, x[:2]).lines[0]
         assert fl.explain(block.to(torch.float32), x.float()).path != "float8"
 

@@ -38,7 +38,7 @@ def test_wide_calls_on_an_h100(make: Any) -> None:
         assert plan.path == "float8"
         assert plan.product_pipeline.bits == 8
         assert plan.floor_seconds < plan.problem.plain.plan(H100, "auto").floor_seconds
-        assert dict(plan.facts(H100))["precision"] == "fp8, rowwise; weight gradients in 16 bits"
+        assert dict(plan.facts(H100))["precision"] == "fp8, a scale for each row; weight gradients in 8 bits"
 
 
 @PROBLEMS

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from importlib import import_module
 from typing import Any
 from unittest import mock
 
@@ -33,6 +34,21 @@ def quantise_rows(x: Tensor, other: Tensor | None = None, ready: Any = None) -> 
 def quantise_transposed(x: Tensor, other: Tensor | None = None, ready: Any = None) -> Scaled:
     """As the kernel of that name, but rounding to nearest."""
     return Scaled(*reference.quantised_rows((x if other is None else torch.cat((x, other))).T))
+
+
+def transposed_pair(left: Scaled, right: Tensor, right_scale: Tensor, ready: Any = None) -> tuple[Scaled, Scaled]:
+    """As the kernels of that name."""
+    assert right.stride(1) == 1
+    of_left, of_right = reference.transposed_pair(left, right, right_scale)
+    return Scaled(*of_left), Scaled(*of_right)
+
+
+def scaled_product(
+    left: Scaled, right: Scaled, bias: Tensor | None, pipeline: Any, dtype: torch.dtype, ready: Any = None
+) -> Tensor:
+    """As the launcher of that name."""
+    y = reference.scaled_product(left, right)
+    return (y if bias is None else y + bias).to(dtype)
 
 
 def scaled_hidden(
@@ -82,11 +98,16 @@ def in_8_bits() -> Iterator[Counter[str]]:
         for place, name, value in (
             (planning, "LEAST_WIDTH", LEAST_WIDTH),
             (planning, "LEAST_FLOPS", LEAST_FLOPS),
+            (planning, "LEAST_REUSE", 0),
             (float8, "quantise_rows", rows),
             (float8, "quantise_transposed", transposed),
+            (float8, "transposed_pair", counted("pairs", transposed_pair)),
             (ffn, "quantise_rows", rows),
             (ffn, "column_sums", column_sums),
+            # The name in the package is that of the function.
+            (import_module("fusedlayers.functional.linear"), "column_sums", column_sums),
             (gemm_epilogue, "scaled_hidden", counted("products", scaled_hidden)),
+            (gemm_epilogue, "scaled_product", counted("products", scaled_product)),
             (gemm_epilogue, "scaled_hidden_gradient", counted("gradients", scaled_hidden_gradient)),
         ):
             stack.enter_context(mock.patch.object(place, name, value))

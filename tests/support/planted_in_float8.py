@@ -33,6 +33,26 @@ FLOAT8: tuple[Fault, ...] = (
         "kernels/test_float8_kernels values_and_scales_of_the_transpose",
     ),
     _fault(
+        "scales of one operand of a weight gradient forgotten", _KERNELS,
+        "_NOT_FINITE, left + right)", "_NOT_FINITE, left + 127)",
+        "kernels/test_float8_kernels transposes_for_a_weight_gradient",
+    ),
+    _fault(
+        "scales of a weight gradient applied to both operands", _KERNELS,
+        "_transposed(right, right_scale, ready)", "_transposed(right, factors, ready)",
+        "kernels/test_float8_kernels transposes_for_a_weight_gradient",
+    ),
+    _fault(
+        "transposed tile at another place", _KERNELS,
+        "factors[:, None])), cols, rows, stride_values", "factors[:, None])), cols, rows ^ 1, stride_values",
+        "kernels/test_float8_kernels transposes_for_a_weight_gradient",
+    ),
+    _fault(
+        "scales of the hidden taken for those of x", _FFN,
+        "return y, (z, z_gate, x_scale, hidden_scale)", "return y, (z, z_gate, x_scale, x_scale)",
+        "functional/test_float8 ffn_close_to_float64",
+    ),
+    _fault(
         "stale quantised weight", _WEIGHTS,
         " and self.version == owner._version", "",
         "functional/test_float8 quantised_once_until_they_change",
@@ -54,7 +74,7 @@ FLOAT8: tuple[Fault, ...] = (
     ),
     _fault(
         "gradients of x from exchanged weights", _FFN,
-        "else (w_up, w_gate)\n", "else (w_gate, w_up)\n",
+        "else (w_up, w_gate), call)", "else (w_gate, w_up), call)",
         "functional/test_float8 ffn_close_to_float64",
     ),
     _fault(

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -304,7 +305,7 @@ class _Float8FFN(_FFN):
         return (FFN, (*options[:3], None)) if plan.path == IN_16_BITS else None
 
     def problem(self, tensors: Tensors, options: tuple[Any, ...]) -> Problem:
-        return Float8Problem(**super().problem(tensors, options).__getstate__())
+        return Float8Problem(**super().problem(tensors, options).__getstate__(), recipe=options[3])
 
     def cast(self, call: Prepared, tensors: Tensors) -> Tensors:
         found = super().cast(call, tensors)
@@ -319,8 +320,8 @@ class _Float8FFN(_FFN):
         return (_B_UP, _B_GATE) if _through_hidden(wanted) else ()
 
     def forward(self, call: Prepared, operands: Tensors, wanted: Sequence[bool]) -> tuple[Tensors, Tensors]:
-        y, z, z_gate = float8.forward(call, operands, bool(wanted) and _through_hidden(wanted))
-        return (with_leading_dims(y, operands[0]),), (z, z_gate)
+        y, saved = float8.forward(call, operands, bool(wanted) and _through_hidden(wanted))
+        return (with_leading_dims(y, operands[0]),), saved
 
     def _gradients(
         self,
@@ -346,7 +347,11 @@ class _Float8FFN(_FFN):
         first = next(operand for operand in operands if operand is not None)
         leading = (problem.M,) if operands[0] is None else operands[0].shape[:-1]
         kept = Result((problem.M, problem.N), first.dtype) if problem.training else None
-        return [Result((*leading, problem.O), first.dtype)], [kept, kept if problem.gated else None]
+        scales = Result((problem.M,), torch.float32)
+        x_scale = scales if kept and problem.up_gradient_in_8_bits else None
+        hidden_scale = scales if kept and problem.down_gradient_in_8_bits else None
+        saved = [kept, kept if problem.gated else None, x_scale, hidden_scale]
+        return [Result((*leading, problem.O), first.dtype)], saved
 
 
 FFN = _FFN(ffn)

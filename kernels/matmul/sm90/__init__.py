@@ -10,6 +10,7 @@ from .grouped_product import prepare_product
 from .grouped_weight_gradient import prepare_grouped_weight_gradient
 from .hidden import prepare_hidden
 from .hidden_gradient import prepare_hidden_gradient
+from .scaled_product import prepare_scaled_product
 from .weight_gradient import prepare_weight_gradient
 
 __all__ = [
@@ -18,5 +19,6 @@ __all__ = [
     "prepare_hidden",
     "prepare_hidden_gradient",
     "prepare_product",
+    "prepare_scaled_product",
     "prepare_weight_gradient",
 ]

@@ -36,8 +36,32 @@ def load_tiles(ring, schedule, first_term, second_term=None):
 
 
 @gluon.jit
+def load_parts(ring, schedule, term, steps, parts):
+    """The load warp for ``pingpong.mma_parts``: a part of one consumer's tile, then the same part of the other one's.
+
+    Beyond the end of the inner axis, where the last steps of the last part may lie, TMA loads zeros.
+    """
+    programs = gl.num_programs(0)
+    position = 0
+    for first in range(gl.program_id(0), tile_count(schedule), 2 * programs):
+        for part in range(parts):
+            for consumer in range(2):
+                index = first + consumer * programs
+                if index < tile_count(schedule):
+                    row, column, _ = tile_at(schedule, index)
+                    begin = part * steps * ring.STEP
+                    position = load_inner(ring, term, row, column, 0, begin, begin + steps * ring.STEP, position)
+
+
+@gluon.jit
 def load_term(ring, term, row, column, first, position):
-    """Load a term's operands for one tile into the ring from ``position`` on; return the next position.
+    """Load a term's operands for one tile into the ring from ``position`` on; return the next position."""
+    return load_inner(ring, term, row, column, first, 0, term.inner, position)
+
+
+@gluon.jit
+def load_inner(ring, term, row, column, first, begin, end, position):
+    """The same from ``begin`` to ``end`` of the inner axis.
 
     If ``RIGHT_TRANSPOSED``, a row of the right operand in memory is a column of the result, as in y = x Wᵀ. The right
     operand is the part of its matrix from row ``first`` on.
@@ -46,7 +70,7 @@ def load_term(ring, term, row, column, first, position):
     # The right operand of a tile takes one copy, or two with half of its columns each.
     COPIES: gl.constexpr = ring.right.shape[1] * ring.right.shape[2] // term.right.block_type.numel
     BYTES: gl.constexpr = 2 * term.left.block_type.nbytes + COPIES * term.right.block_type.nbytes
-    for k in range(0, term.inner, ring.STEP):
+    for k in range(begin, end, ring.STEP):
         stage, full = acquire(ring, position, BYTES)
         copy_in(term.left, [row, k], full, ring.left.index(stage * 2))
         copy_in(term.left, [row + ROWS, k], full, ring.left.index(stage * 2 + 1))

@@ -13,7 +13,7 @@ from ...hopper import Matrix, gl, gluon, mbarrier, tma, warpgroup_mma, warpgroup
 from ...launching import Launch, ceil_div
 from ...tuning import EpiloguePipeline
 from .elements import zeros
-from .ring import HALF, TILE, make_ring, wait_full
+from .ring import HALF, TILE, column_halves, make_ring, wait_full
 from .schedules import tile_at, tile_count
 
 
@@ -82,6 +82,60 @@ def mma_tiles(
 
 
 @gluon.jit
+def mma_parts(
+    consumer: gl.constexpr, ring, schedule, steps, parts, epilogue: gl.constexpr, resources, state
+):  # fmt: skip
+    """One consumer whose products of 8-bit operands are summed in ``parts`` of ``steps`` steps each, from zero.
+
+    Between two parts a sum waits as bfloat16, two numbers to a register: there are no more. Consumers alternate after
+    every part. ``epilogue(consumer, tile, quarters, resources, state)`` takes the four quarters of a tile, the upper
+    ones first, and returns the state. Stages are those that :func:`load_parts` fills: the parts of a tile without a
+    partner, the last one of some programs, follow one another.
+    """
+    programs = gl.num_programs(0)
+    count = tile_count(schedule)
+    turn = 0
+    position = 0
+    for first in range(gl.program_id(0), count, 2 * programs):
+        index = first + consumer * programs
+        if index < count:
+            tile = tile_at(schedule, index)
+            partners = gl.where(first + programs < count, 2, 1)
+            upper_left, upper_right = column_halves(zeros(HALF, TILE, 8))
+            lower_left, lower_right = upper_left, upper_right
+            for part in range(parts):
+                if part * (2 - partners) == 0:
+                    mbarrier.wait(ring.order.index(consumer), (turn & 1) ^ (1 - consumer))
+                    turn += 1
+                upper, lower = _packed(upper_left, upper_right), _packed(lower_left, lower_right)
+                acc = zeros(HALF, TILE, 8)
+                own = position + (part * partners + consumer) * steps
+                top, bottom = _multiply_from(consumer, acc, acc, ring, own, steps)
+                upper_left, upper_right = _plus_packed(top, upper)
+                lower_left, lower_right = _plus_packed(bottom, lower)
+            state = epilogue(consumer, tile, (upper_left, upper_right, lower_left, lower_right), resources, state)
+        position += 2 * parts * steps
+    return state
+
+
+@gluon.jit
+def _packed(left, right):
+    """Both rounded to bfloat16, side by side in 32 bits."""
+    return gl.inline_asm_elementwise(
+        "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [left, right], dtype=gl.int32, is_pure=True, pack=1
+    )
+
+
+@gluon.jit
+def _plus_packed(acc, packed):
+    """The left and the right half of the accumulators, plus two packed halves."""
+    left, right = column_halves(acc)
+    left += (packed << 16).to(gl.float32, bitcast=True)
+    right += (packed & -65536).to(gl.float32, bitcast=True)
+    return left, right
+
+
+@gluon.jit
 def zero_halves(tile, resources):
     """A prologue: zero accumulators."""
     acc = zeros(HALF, TILE)
@@ -103,6 +157,12 @@ def multiply(consumer: gl.constexpr, top, bottom, ring, turn, steps):
     """Add the product of this consumer's ``turn``-th tile to the accumulators of its upper and lower rows."""
     position = (2 * turn + consumer) * steps
     mbarrier.wait(ring.order.index(consumer), (turn & 1) ^ (1 - consumer))
+    return _multiply_from(consumer, top, bottom, ring, position, steps)
+
+
+@gluon.jit
+def _multiply_from(consumer: gl.constexpr, top, bottom, ring, position, steps):
+    """The steps of a product whose first one is the ring's ``position``-th; then it is the other consumer's turn."""
     for step in range(steps):
         stage = wait_full(ring, position)
         upper, lower, right = ring.left.index(stage * 2), ring.left.index(stage * 2 + 1), ring.right.index(stage)

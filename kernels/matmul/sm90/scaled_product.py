@@ -1,0 +1,90 @@
+"""The product of two 8-bit operands with scales on Hopper, summed over parts of its inner axis.
+
+Tensor cores keep about 14 bits of a sum of 8-bit products, and drop what a product has below them: a long sum loses
+what its terms have in common, 3 % of 16,384 equal terms. So sums begin anew after every ``PART`` terms, and the parts
+are added up outside.
+"""
+
+from typing import Any
+
+from ...hopper import Matrix, fence_async_shared, gl, gluon, resources, tma
+from ...launching import Launch
+from ...tuning import EpiloguePipeline
+from .elements import Scales, scaled
+from .loading import Term, load_parts
+from .pingpong import dense_launch, mma_parts, pingpong_ring
+from .ring import HALF, TILE, make_staging, tma_store
+from .roles import specialize
+from .schedules import dense_schedule
+
+# Terms that the tensor cores sum up.
+PART = 2048
+
+
+@resources
+class _Product:
+    """What the epilogue reads and writes: the result, its bias and scales."""
+
+    out: Any
+    bias_ptr: Any
+    columns: Any
+    scales: Any
+    staging: Any
+
+
+@gluon.jit
+def _epilogue(consumer: gl.constexpr, tile, quarters, given, stored):
+    row, column, _ = tile
+    left, right, lower_left, lower_right = quarters
+    # Loops, so that the code of a quarter exists once: see the hidden's gradient.
+    for half in range(2):
+        for side in range(2):
+            first_row, first = row + half * HALF, column + side * HALF
+            value = scaled(
+                left, first_row, first, given.scales, given.scales.columns_ptr, given.bias_ptr, 0, given.columns
+            )  # fmt: skip
+            stored = tma_store(consumer, given.out, first_row, first, value, given.staging, stored)
+            left = right
+        left, right = lower_left, lower_right
+    return stored
+
+
+@gluon.jit
+def _consume(consumer: gl.constexpr, ring, schedule, steps, parts, given):
+    stored = 0
+    mma_parts(consumer, ring, schedule, steps, parts, _epilogue, given, stored)
+    tma.store_wait(0)
+
+
+@gluon.jit(do_not_specialize=["tile_rows", "rows"])
+def _sm90_scaled_product_kernel(
+    left_desc, right_desc, out_desc, bias_ptr, left_scale_ptr, right_scale_ptr, inner, columns, tile_columns,
+    tile_rows, rows,
+    RIGHT_TRANSPOSED: gl.constexpr, STEP: gl.constexpr, STAGES: gl.constexpr, PLACES: gl.constexpr,
+    GROUP: gl.constexpr, SCALE_STRIDES: gl.constexpr, PART_STEPS: gl.constexpr,
+):  # fmt: skip
+    # Parts of equal length, as many as needed.
+    parts = gl.cdiv(gl.cdiv(inner, STEP), PART_STEPS)
+    steps = gl.cdiv(gl.cdiv(inner, STEP), parts)
+    schedule = dense_schedule(tile_rows, tile_columns, GROUP, TILE)
+    ring = pingpong_ring(left_desc, right_desc, RIGHT_TRANSPOSED, STEP, STAGES)
+    given = _Product(
+        out=out_desc, bias_ptr=bias_ptr, columns=columns,
+        scales=Scales(
+            rows_ptr=left_scale_ptr, columns_ptr=right_scale_ptr, gate_ptr=None, rows=rows, ROW_STRIDE=SCALE_STRIDES[0],
+            COLUMN_STRIDE=SCALE_STRIDES[1],
+        ),
+        staging=make_staging(out_desc, PLACES),
+    )  # fmt: skip
+    term = Term(left=left_desc, right=right_desc, other=None, inner=inner, first=0)
+    fence_async_shared()
+    specialize(2, _consume, (ring, schedule, steps, parts, given), load_parts, (ring, schedule, term, steps, parts))
+
+
+def prepare_scaled_product(left: Matrix, right: Matrix, out: Matrix, pipeline: EpiloguePipeline) -> Launch:
+    """The launch for left ``[M, K]``, right ``[K, N]``, whose columns are contiguous, and their product ``[M, N]``.
+
+    Its tensors are left, right, the result, the bias, and the scales of left's rows and of right's columns.
+    """
+    constants = (left.scale_stride, right.scale_stride), PART // pipeline.step
+    return dense_launch(_sm90_scaled_product_kernel, [(left, right)], out, pipeline, constants)
