@@ -41,6 +41,29 @@ def test_wide_calls_on_an_h100(make: Any) -> None:
         assert dict(plan.facts(H100))["precision"] == "fp8, a scale for each row; weight gradients in 8 bits"
 
 
+def test_weight_gradients_in_8_bits_where_that_pays() -> None:
+    """By the widths alone, so that both passes, and passes without gradients, agree on what is saved."""
+    for recipe, expected in (("fp8", (False, True)), ("rowwise", (True, True)), ("rowwise_with_gw_hp", (False, False))):
+        narrow, wide = linear(K=2048, N=2048, recipe=recipe), linear(K=4096, N=4096, recipe=recipe)
+        assert (narrow.weight_gradient_in_8_bits, wide.weight_gradient_in_8_bits) == expected
+        narrow, wide = ffn(K=1024, N=4096, O=1024, recipe=recipe), ffn(K=4096, N=14_336, O=4096, recipe=recipe)
+        for name in ("up_gradient_in_8_bits", "down_gradient_in_8_bits"):
+            assert (getattr(narrow, name), getattr(wide, name)) == expected
+        texts = [dict(planning.plan(each, H100).facts(H100))["precision"] for each in (narrow, wide)]
+        assert texts == [
+            f"fp8, a scale for each row; weight gradients in {8 if each else 16} bits" for each in expected
+        ]
+    between = ffn(K=2048, N=2048, O=2048, gated=True)
+    assert "the weight gradient of w_down in 16 bits" in dict(planning.plan(between, H100).facts(H100))["precision"]
+
+
+def test_what_is_compiled_takes_smaller_calls() -> None:
+    facts = {"M": 16_384, "K": 2048, "N": 2048, **TRAINED}
+    assert planning.plan(linear(**facts), H100).path == "bf16"
+    assert planning.plan(linear(**facts, compiled=True), H100).path == "float8"
+    assert planning.plan(linear(**facts, captured=True), H100).path == "float8"
+
+
 @PROBLEMS
 @pytest.mark.parametrize(
     ("facts", "device", "backend", "reason"),
