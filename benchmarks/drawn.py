@@ -27,10 +27,9 @@ from tempfile import TemporaryDirectory
 import torch
 
 from fusedlayers.bench import record as records
-from fusedlayers.bench.arguments import add_record_options, chosen_device, positive, record_path, several, show
+from fusedlayers.bench.arguments import add_record_options, chosen_device, positive, record_path, several
 from fusedlayers.bench.cases import CASES, DTYPES, Case, Shape
 from fusedlayers.bench.contenders import AUTO, COMPILED, EAGER, FUSED, contender
-from fusedlayers.bench.exactness import random_work
 from fusedlayers.bench.record import Record
 from fusedlayers.bench.runner import Row, Settings, run, shape_text
 from fusedlayers.bench.tables import (
@@ -45,6 +44,7 @@ from fusedlayers.bench.tables import (
     median,
     speed_up,
 )
+from fusedlayers.bench.work import random_work
 from fusedlayers.functional.switches import switched
 
 from . import side_by_side
@@ -106,10 +106,9 @@ def main(arguments: list[str] | None = None) -> int:
         # In the order of the operations, whichever is done first.
         record["rows"] = [row for each in sorted(found, key=_place) for row in found[each]]
         records.write(record, path)
-    records.finish(record)
-    records.write(record, path)
+    records.finish(record, path)
     print(f"record: {path}")
-    show(table(record))
+    table(record).show()
     for line in slower_than_torch(record):
         print(f"slower than torch: {line}")
     for line in left_to_torch(record):

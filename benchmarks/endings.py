@@ -9,7 +9,6 @@ from pathlib import Path
 from types import ModuleType
 
 from fusedlayers.bench import record as records
-from fusedlayers.bench.arguments import show
 from fusedlayers.bench.record import Record
 
 from .plots import draw
@@ -20,12 +19,11 @@ def finish(record: Record, path: Path, tables: ModuleType, passed: str, *, plott
 
     ``tables`` has ``plot``, ``table`` and ``over_limits`` for such records; ``passed`` says what a line of the last is.
     """
-    records.finish(record)
-    records.write(record, path)
+    records.finish(record, path)
     print(f"\nrecord: {path}")
     if plotting and not draw(tables.plot, record, path):
         return False
-    show(tables.table(record))
+    tables.table(record).show()
     for line in tables.over_limits(record):
         print(f"{passed}: {line}")
     return True

@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
 from fusedlayers.bench import record as records
-from fusedlayers.bench.arguments import add_record_options, chosen_device, positive, record_path, show
+from fusedlayers.bench.arguments import add_record_options, chosen_device, positive, record_path
 from fusedlayers.bench.contenders import AUTO_SWITCHES
 from fusedlayers.bench.record import Record
 from fusedlayers.bench.runner import FORWARD, FORWARD_BACKWARD, shape_text
@@ -281,10 +281,9 @@ def main(arguments: list[str] | None = None) -> int:
             print(f"timed  {label} (compilation: {compiled})", flush=True)
             record["rows"].append(row)
             records.write(record, path)
-    records.finish(record)
-    records.write(record, path)
+    records.finish(record, path)
     print(f"record: {path}")
-    show(table(record))
+    table(record).show()
     return 0 if right else 1
 
 

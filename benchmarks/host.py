@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from fusedlayers.bench import record as records
 from fusedlayers.bench.arguments import add_record_options, chosen_device, parse_shape, positive, record_path, several
 from fusedlayers.bench.cases import DTYPES, Grid, Shape
-from fusedlayers.bench.contenders import AUTO_SWITCHES, FUSED_SWITCHES, Contender
+from fusedlayers.bench.contenders import AUTO_SWITCHES, FUSED_SWITCHES, Contender, why_untimed
 from fusedlayers.bench.record import Record
 from fusedlayers.bench.runner import FORWARD, FORWARD_BACKWARD, shape_text
 from fusedlayers.bench.timing import NotTimed, Timing, measure
@@ -206,7 +206,7 @@ def verify(row: Row, names: Sequence[str], precision: Precision, device: torch.d
     for name in names:
         if _MAKERS[name] not in layers or name == TORCH:
             continue
-        if reason := _why_untimed(name, device):
+        if name == KERNELS and (reason := why_untimed(device)):
             found.append(Verification(name, "", "not run", reason))
             continue
         try:
@@ -260,10 +260,6 @@ def _switches(name: str) -> dict[str, str]:
     return {} if name == TORCH else FUSED_SWITCHES if name == KERNELS else AUTO_SWITCHES
 
 
-def _why_untimed(name: str, device: torch.device) -> str:
-    return "the interpreter's time means nothing" if name == KERNELS and device.type != "cuda" else ""
-
-
 def _timed(
     row: Row, direction: str, found: list[Verification], chosen: argparse.Namespace, precision: Precision,
     device: torch.device,
@@ -281,8 +277,8 @@ def _timed(
         for name in chosen.contenders:
             if _MAKERS[name] not in layers or (way == COMPILED and name not in (TORCH, AUTO)):
                 continue
-            if reason := _why_untimed(name, device):
-                entries[name + way] = records.untimed_entry("not timed", reason, (None, None))
+            if name == KERNELS and (reason := why_untimed(device)):
+                entries[name + way] = records.untimed_entry(reason)
                 continue
             units = row.stand.units(layers[_MAKERS[name]])
             if way == COMPILED:
@@ -295,7 +291,7 @@ def _timed(
     for name, timing in timings.items():
         path = paths.get(name.partition(",")[0])
         if isinstance(timing, NotTimed):
-            entries[name] = records.untimed_entry("not timed", timing.reason, (path, None))
+            entries[name] = records.untimed_entry(timing.reason, (path, None))
         else:
             entries[name] = _entry(timing, path, device)
             yardstick = timings.get(host_tables.yardstick(name))

@@ -151,8 +151,7 @@ def main(arguments: list[str] | None = None) -> int:
             if green:
                 record["rows"] += map(short, found["rows"])
                 records.write(record, path)
-    records.finish(record)
-    records.write(record, path)
+    records.finish(record, path)
     print(f"record: {path}: {len(record['rows'])} rows")
     return 0 if right else 1
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from fusedlayers.bench.contenders import AUTO, AUTOTUNED, CCE, CHECKPOINTED, FUNCTION, FUSED, LIGER, QUACK
+from fusedlayers.bench.contenders import AUTO, AUTOTUNED, CHECKPOINTED, COMPILED, EAGER, FUSED
 from fusedlayers.bench.record import Record
 from fusedlayers.bench.tables import DIRECTIONS, KINDS, median, shape_of, speed_up
 
@@ -15,14 +15,14 @@ from .layer_tables import HOW_TO_TIME, rows_with_times
 
 # In the order of the bars; chosen to stay apart in print and for colour-blind readers.
 _COLOURS = {
-    "torch eager": "#8c8c8c",
-    "torch.compile": "#4c4c4c",
+    EAGER: "#8c8c8c",
+    COMPILED: "#4c4c4c",
     AUTOTUNED: "#b0a090",
     CHECKPOINTED: "#cc79a7",
-    FUNCTION: "#f0e442",
-    LIGER: "#009e73",
-    CCE: "#d55e00",
-    QUACK: "#56b4e9",
+    "torch function": "#f0e442",
+    "Liger": "#009e73",
+    "CCE": "#d55e00",
+    "quack": "#56b4e9",
     AUTO: "#0072b2",
     FUSED: "#e69f00",
 }

@@ -19,11 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fusedlayers.bench.contenders import INSTALLED_BY
-from fusedlayers.bench.contenders import LIGER as PEER_LIGER
 from fusedlayers.replacing import replace as replace_layers
 
 from .attention import use_without_mask
+from .peers import PEERS
 
 TORCH, AUTO, KERNELS, RECOMPUTE, LIGER = "torch", "auto", "kernels", "recompute", "liger"
 # Auto mode with norms; and Liger-Kernel's norms and rotary embedding with our FFN and loss.
@@ -249,7 +248,7 @@ def check_liger(names: Sequence[str]) -> None:
         importlib.import_module("liger_kernel.transformers")
     except ImportError as error:
         raise ValueError(
-            f"argument --contenders: {LIGER} cannot run here ({error}): {INSTALLED_BY[PEER_LIGER]}"
+            f"argument --contenders: {LIGER} cannot run here ({error}): {PEERS['liger'].installed_by}"
         ) from error
 
 

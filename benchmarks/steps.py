@@ -37,7 +37,7 @@ from torch import Tensor, nn
 from fusedlayers.bench import record as records
 from fusedlayers.bench.arguments import add_record_options, chosen_device, positive, record_path, several
 from fusedlayers.bench.cases import DTYPES
-from fusedlayers.bench.contenders import AUTO_SWITCHES, FUSED_SWITCHES, Contender
+from fusedlayers.bench.contenders import AUTO_SWITCHES, FUSED_SWITCHES, Contender, why_untimed
 from fusedlayers.bench.record import Record
 from fusedlayers.bench.timing import NotTimed, Timing, measure
 from fusedlayers.bench.verification import Finding, Verification
@@ -229,7 +229,7 @@ def measured(
     for mode in modes:
         for name in names:
             if reason := found[name].reason or _why_untimed(name, mode, device, compile_liger):
-                entries[mode][name] = records.untimed_entry("not timed", reason, (None, None))
+                entries[mode][name] = records.untimed_entry(reason)
                 continue
             step = Step(name, mode, found[name], _in_mode(found[name], mode), inputs, optimizer)
             with switched(step.switches):
@@ -281,8 +281,8 @@ def _forget(device: torch.device) -> None:
 
 
 def _why_untimed(name: str, mode: str, device: torch.device, compile_liger: bool) -> str:
-    if name == KERNELS and device.type != "cuda":
-        return "the interpreter's time means nothing"
+    if name == KERNELS and (reason := why_untimed(device)):
+        return reason
     if name in (LIGER, LIGER_AUTO) and mode != "eager" and not compile_liger:
         return "timed as it is, eager, without --compile-liger"
     if name == KERNELS and mode != "eager":
@@ -331,7 +331,7 @@ def _relative_error(gradient: Tensor | None, truth: Tensor | None) -> float:
 
 def checked(step: Step, truth: Truth, plain: nn.Module, device: torch.device) -> tuple[Verification, Record]:
     """The first steps of a contender: whether it is right, and the entry of what is known of it before its times."""
-    entry = records.untimed_entry("not timed", "", (None, None))
+    entry = records.untimed_entry("")
     before = 0
     if device.type == "cuda":
         torch.cuda.synchronize(device)

@@ -22,11 +22,11 @@ from fusedlayers.bench.arguments import parse_shape, positive
 from fusedlayers.bench.cases import DTYPES, Shape
 from fusedlayers.bench.cases.split_k import CASE as SPLIT_K
 from fusedlayers.bench.contenders import EAGER, FUSED_SWITCHES, Contender, contender
-from fusedlayers.bench.exactness import random_work, reference_results, rotating_work
 from fusedlayers.bench.record import Record
 from fusedlayers.bench.runner import shape_text
 from fusedlayers.bench.tables import NONE, Table
 from fusedlayers.bench.timing import NotTimed, clock_for, measure
+from fusedlayers.bench.work import random_work, reference_results, timed_work
 from fusedlayers.folders import check_folder
 from fusedlayers.functional.switches import switched
 
@@ -79,8 +79,7 @@ def main(arguments: list[str] | None = None) -> int:
         record["rows"].append(_row(shape, chosen.dtype, device, chosen.seconds))
         records.write(record, path)
         print(table(record["rows"][-1]).plain())
-    records.finish(record)
-    records.write(record, path)
+    records.finish(record, path)
     print(f"record: {path}")
     return int(not draw(plot, record, path))
 
@@ -96,7 +95,7 @@ def _row(shape: Shape, dtype: str, device: torch.device, seconds: float) -> Reco
     work = random_work(SPLIT_K, options, shape, seed=0, **drawn)
     (truth,) = reference_results(SPLIT_K, options, work)
     errors = {entrant.name: _errors(_result(entrant, work), truth) for entrant in entrants}
-    rotating = rotating_work(SPLIT_K, options, shape, seed=1, least_bytes=clock.cold_cache_bytes, **drawn)
+    rotating = timed_work(SPLIT_K, options, shape, seed=1, cold_cache_bytes=clock.cold_cache_bytes, **drawn)
     timings = measure(entrants, rotating, seconds=seconds, clock=clock)
     entries = {}
     for name, timing in timings.items():

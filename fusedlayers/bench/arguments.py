@@ -1,16 +1,35 @@
-"""Words of the command line that several commands share, and how their tables are shown."""
+"""Words of the command line that several commands share."""
 
 from __future__ import annotations
 
 import argparse
 import math
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 
 from ..folders import check_folder
-from .cases import DTYPES, Shape
-from .tables import Table
+from ..functional.switches import backend
+from .cases import DTYPES, INITS, Shape
+from .contenders import AUTO, AUTOTUNED, CHECKPOINTED, COMPILED, EAGER, FUSED
+from .runner import FORWARD, FORWARD_BACKWARD, Settings
+
+CONTENDERS = {
+    "eager": EAGER,
+    "compile": COMPILED,
+    "autotune": AUTOTUNED,
+    "checkpoint": CHECKPOINTED,
+    "auto": AUTO,
+    "fused": FUSED,
+}
+_DIRECTIONS = {
+    "forward": (FORWARD,),
+    "forward_backward": (FORWARD_BACKWARD,),
+    "both": (FORWARD, FORWARD_BACKWARD),
+}
+# Zeros run faster than real data and integers are mostly zeros: neither says what a user would see.
+_TIMED_INITS = ("normal", "uniform")
 
 
 def add_device_option(command: argparse.ArgumentParser) -> None:
@@ -26,6 +45,50 @@ def add_record_options(command: argparse.ArgumentParser) -> None:
     command.add_argument("--budget", type=positive, help="seconds after which no further row is timed")
     command.add_argument("--output", type=Path, default=Path("outputs/bench"), help="folder (default: outputs/bench)")
     command.add_argument("--commit", help="of the sources, where they are no git clone")
+
+
+def add_run_options(command: argparse.ArgumentParser, contenders: Mapping[str, str] = CONTENDERS) -> None:
+    """The options of :func:`settings_of`; ``contenders`` are the names of contenders by their words."""
+    add_record_options(command)
+    command.add_argument("--init", choices=INITS, default="normal", help="values of the inputs (default: normal)")
+    command.add_argument("--verify", action="store_true", help="verify only; verification also precedes any timing")
+    command.add_argument("--time", action="store_true", help="time what was verified")
+    command.add_argument("--direction", choices=_DIRECTIONS, default="both", help="what to time (default: both)")
+    command.add_argument(
+        "--contenders",
+        type=lambda text: tuple(contenders[word] for word in several(text, tuple(contenders))),
+        metavar="NAME,…",
+        help=f"of {','.join(contenders)}; default: eager and auto, on a GPU compile and fused too",
+    )
+    command.add_argument(
+        "--seconds", type=positive, default=1.0, help="timing per row and direction, beside warm-up (default: 1)"
+    )
+
+
+def settings_of(chosen: argparse.Namespace) -> Settings:
+    """How to measure, by the options of :func:`add_run_options`.
+
+    Raises:
+        ValueError: an option is wrong; the message names it.
+    """
+    device = chosen_device(chosen)
+    # The contenders set the switch themselves; a wrong value in the environment is an error all the same.
+    backend()
+    if chosen.time and chosen.init not in _TIMED_INITS:
+        raise ValueError(f"argument --init: {chosen.init}: --time needs random data: {' or '.join(_TIMED_INITS)}")
+    on_gpu = device.type == "cuda"
+    return Settings(
+        dtype=chosen.dtype or ("bf16" if on_gpu else "fp32"),
+        device=device,
+        init=chosen.init,
+        seed=chosen.seed,
+        timed=chosen.time,
+        directions=_DIRECTIONS[chosen.direction],
+        contenders=chosen.contenders or ((EAGER, COMPILED, AUTO, FUSED) if on_gpu else (EAGER, AUTO)),
+        seconds=chosen.seconds,
+        budget=chosen.budget,
+        commit=chosen.commit,
+    )
 
 
 def parse_shape(text: str, letters: tuple[str, ...], meaning: str) -> Shape:
@@ -119,22 +182,3 @@ def record_path(folder: Path, name: str, dtype: str, device: torch.device) -> Pa
         raise ValueError(f"argument --output: {error}") from error
     kind = "cpu" if device.type == "cpu" else torch.cuda.get_device_name(device)
     return folder / f"{name}-{dtype}-{kind.lower().replace(' ', '-')}.json"
-
-
-def show(table: Table) -> None:
-    """Through rich where it is installed, in plain columns otherwise."""
-    try:
-        from rich import box
-        from rich.console import Console
-        from rich.table import Table as RichTable
-    except ImportError:
-        print(table.plain())
-        return
-    shown = RichTable(title=table.title, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for column in table.columns:
-        shown.add_column(column, no_wrap=True)
-    for row in table.rows:
-        shown.add_row(*row)
-    console = Console()
-    # Written to a file or a pipe, rich would cut the table to 80 columns.
-    console.print(shown) if console.is_terminal else print(table.plain())

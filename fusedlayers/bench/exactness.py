@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,82 +10,14 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from .cases import Case, Operand, Options, Shape, draw
-from .contenders import EAGER, Work, contender
+from .cases import Case, Options, Shape
+from .work import Work, random_work, reference_results
 
 # Activations that map integers to integers.
 INTEGER_ACTIVATIONS = ("identity", "relu", "relu2")
 INTEGER_OPERATIONS = ("sum", "max", "min", "absmax", "sumsq")
 # Densities that are tried, each 0.7 times the one before; the last is 2^-20.
 _DENSITIES = tuple(2.0 ** (-step / 2) for step in range(41))
-# Values of an upstream gradient that differ from 0, however sparse the rest must be: there may be few in all.
-_FEWEST_UPSTREAM = 64
-_MOST_IN_ROTATION = 64
-
-
-def random_work(
-    case: Case, options: Options, shape: Shape, *, init: str, dtype: torch.dtype, device: torch.device, seed: int,
-    backward: bool, density: float = 1.0,
-) -> Work:  # fmt: skip
-    """Fresh inputs, which want gradients if ``backward``, and random upstream gradients."""
-    inputs = case.inputs(shape, options, init=init, dtype=dtype, device=device, seed=seed, density=density)
-    generator = torch.Generator(device).manual_seed(seed + 1)
-    upstream_init = "integer" if init == "integer" else "normal"
-    upstream = tuple(
-        draw(
-            Operand(result),
-            upstream_init,
-            case.result_dtype or dtype,
-            device,
-            generator,
-            max(density, min(1.0, _FEWEST_UPSTREAM / max(math.prod(result), 1))),
-        )
-        for result in case.result_shapes(shape, options)
-    )
-    # What programs multiply a loss by: a loss scale, or the share of a micro-batch.
-    upstream = tuple(each if each.dim() else _power_of_two(each) for each in upstream)
-    frozen = frozenset(name for name, operand in case.operands(shape, options).items() if operand.frozen)
-    work = Work(inputs, upstream, backward, frozen=frozen)
-    for leaf in work.leaves.values():
-        leaf.requires_grad_(backward)
-    return work
-
-
-def _power_of_two(value: Tensor) -> Tensor:
-    """The one below, with the sign of the value; 0 of 0."""
-    mantissa, exponent = torch.frexp(value)
-    return torch.ldexp(mantissa.sign(), exponent - 1)
-
-
-def rotating_work(
-    case: Case, options: Options, shape: Shape, *, dtype: torch.dtype, device: torch.device, seed: int,
-    least_bytes: int, **drawn: Any,
-) -> Work:  # fmt: skip
-    """:func:`random_work` behind which the same is done on other tensors, ``least_bytes`` of inputs in all."""
-    one = case.moved_bytes(shape, options, dtype, False)
-    count = min(_MOST_IN_ROTATION, max(2, -(-least_bytes // one)))
-    works = [
-        random_work(case, options, shape, dtype=dtype, device=device, seed=seed + 7 * index, **drawn)
-        for index in range(count)
-    ]
-    return replace(works[0], rotation=tuple(works[1:]))
-
-
-def reference_results(case: Case, options: Options, work: Work) -> tuple[Tensor, ...]:
-    """The results and all gradients in float64."""
-    inputs = {
-        name: tensor.detach().double() if tensor.is_floating_point() else tensor for name, tensor in work.inputs.items()
-    }
-    for name in work.leaves:
-        inputs[name].requires_grad_(work.backward)
-    upstream = tuple(tensor.double() for tensor in work.upstream)
-    return torch_results(case, options, replace(work, inputs=inputs, upstream=upstream, rotation=()))
-
-
-def torch_results(case: Case, options: Options, work: Work) -> tuple[Tensor, ...]:
-    """The results and all gradients of torch's expression, in the dtype of the inputs."""
-    case = case if case.yardstick is None else replace(case, torch_expression=case.yardstick)
-    return work.run(contender(EAGER, case, options).call)
 
 
 def exact_work(

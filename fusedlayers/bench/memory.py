@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from ..functional.switches import switched
-from .contenders import Contender, Work
+from .contenders import Contender
+from .work import Work
 
 
 def saved_bytes(contender: Contender, work: Work, parameters: frozenset[str]) -> int | None:

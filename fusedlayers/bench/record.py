@@ -87,9 +87,10 @@ def write(record: Record, path: Path) -> None:
     write_json(record, path)
 
 
-def finish(record: Record) -> None:
-    """Mark the record complete."""
+def finish(record: Record, path: Path) -> None:
+    """Mark the record complete, and write it."""
     record["finished"] = _now()
+    write(record, path)
 
 
 def read(path: Path) -> Record:
@@ -127,7 +128,7 @@ def contender_entry(
     }
 
 
-def untimed_entry(status: str, reason: str, ways: Ways) -> Record:
+def untimed_entry(reason: str, ways: Ways = (None, None), status: str = "not timed") -> Record:
     """The entry of a contender without times."""
     empty = ("launched", "replayed", "host_seconds", "host_bound", "tflops", "floor_share", "saved_bytes", "peak_bytes")
     return {"status": status, "reason": reason, "path": ways[0], "replayed_path": ways[1]} | dict.fromkeys(empty)

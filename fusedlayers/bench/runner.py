@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 import warnings
 from collections.abc import Callable
@@ -9,18 +10,18 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from itertools import groupby
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from . import record as records
+from . import tables
 from .cases import DTYPES, Case, Grid, Options, Shape
-from .contenders import AUTO, DISTRIBUTIONS, FUSED, Contender, contender, our_plan
-from .exactness import random_work, rotating_work
+from .contenders import AUTO, FUSED, Contender, contender, our_paths, our_plan, why_untimed
 from .memory import peak_bytes, saved_bytes
 from .record import Record
-from .timing import NotTimed, clock_for, measure
+from .timing import NotTimed, Timing, clock_for, measure
 from .verification import Verification, verify
+from .work import timed_work
 
 FORWARD, FORWARD_BACKWARD = "forward", "forward_backward"
 
@@ -44,8 +45,9 @@ class Settings:
     """How a run measures.
 
     ``seconds`` is spent per row and direction, beside warm-up and compilation; after ``budget`` seconds no further row
-    is timed. ``shared`` and ``alone`` are entered around verification and around timing, where other processes use the
-    device, too.
+    is timed. ``make`` makes a contender by its name, or says why it cannot run, and ``libraries`` are the distributions
+    that contenders are from. ``shared`` and ``alone`` are entered around verification and around timing, where other
+    processes use the device, too.
     """
 
     dtype: str
@@ -55,11 +57,17 @@ class Settings:
     timed: bool = False
     directions: tuple[str, ...] = (FORWARD, FORWARD_BACKWARD)
     contenders: tuple[str, ...] = ()
+    make: Callable[[str, Case, Options], Contender | NotTimed] = contender
+    libraries: tuple[str, ...] = ()
     seconds: float = 1.0
     budget: float | None = None
     commit: str | None = None
     shared: Callable[[], AbstractContextManager[object]] = nullcontext
     alone: Callable[[], AbstractContextManager[object]] = nullcontext
+
+    def shapes(self, grid: Grid) -> tuple[Shape, ...]:
+        """The shapes of a grid for this device."""
+        return grid.shapes if self.device.type == "cuda" else grid.shapes_without_gpu
 
 
 def shape_text(shape: Shape | list[int]) -> str:
@@ -82,8 +90,7 @@ def run(
         "init": settings.init,
         "seed": settings.seed,
     }
-    libraries = [DISTRIBUTIONS[name] for name in settings.contenders if name in DISTRIBUTIONS]
-    record = records.new_record(arguments, settings.device, method, settings.commit, libraries)
+    record = records.new_record(arguments, settings.device, method, settings.commit, settings.libraries)
     right = True
     # One operation after the other, so that a run that is cut off has the times of the first ones.
     for _, group in groupby(rows, lambda row: row.case.name):
@@ -99,8 +106,7 @@ def run(
                     entry |= _timed(row, settings, direction, entry, started, say)
                 record["rows"].append(entry)
                 records.write(record, path)
-    records.finish(record)
-    records.write(record, path)
+    records.finish(record, path)
     return record, right
 
 
@@ -148,8 +154,7 @@ def _timed(
     if settings.budget is not None and time.perf_counter() - started > settings.budget:
         reason = f"the budget of {settings.budget:g} s was spent"
         say(f"skip   {row.label} {direction}: {reason}")
-        untimed = {name: records.untimed_entry("not timed", reason, (None, None)) for name in settings.contenders}
-        return {"contenders": untimed}
+        return {"contenders": {name: records.untimed_entry(reason) for name in settings.contenders}}
     say(f"time   {row.label} {direction}")
     return {"contenders": _time(row, settings, direction, entry), "clocks": records.clocks(settings.device)}
 
@@ -159,47 +164,61 @@ def _time(row: Row, settings: Settings, direction: str, entry: Record) -> Record
     # A row's compiled code is of no use to the next row, and many rows would exceed the compiler's limit of variants.
     torch._dynamo.reset()
     clock = clock_for(settings.device)
-    drawn: dict[str, Any] = {
-        "init": settings.init, "dtype": DTYPES[settings.dtype], "device": settings.device, "seed": settings.seed + 2,
-        "backward": direction == FORWARD_BACKWARD,
-    }  # fmt: skip
-    if row.case.rotating:
-        work = rotating_work(row.case, row.options, row.shape, least_bytes=clock.cold_cache_bytes, **drawn)
-    else:
-        work = random_work(row.case, row.options, row.shape, **drawn)
-    plan = our_plan(row.case, row.options, work)
-    replayed_path = our_plan(row.case, row.options, work, captured=True).path
-    forced_path = our_plan(row.case, row.options, work, backend="triton").path
-    paths = {AUTO: (plan.path, replayed_path), FUSED: (forced_path, forced_path)}
-    entries: Record = {}
-    entrants: list[Contender] = []
+    work = timed_work(
+        row.case, row.options, row.shape, init=settings.init, dtype=DTYPES[settings.dtype], device=settings.device,
+        seed=settings.seed + 2, backward=direction == FORWARD_BACKWARD, cold_cache_bytes=clock.cold_cache_bytes,
+    )  # fmt: skip
+    paths = our_paths(row.case, row.options, work)
+    unsupported = our_plan(row.case, row.options, work, backend="triton").unsupported
+    timings: dict[str, Timing | NotTimed] = {}
+    entrants: dict[str, Contender] = {}
     for name in settings.contenders:
-        if name == FUSED and plan.path == replayed_path == forced_path:
-            entries[name] = records.untimed_entry("same as auto", "auto mode chose the same kernels", paths[FUSED])
-        elif name == FUSED and plan.unsupported is not None:
-            entries[name] = records.untimed_entry("not timed", plan.unsupported, paths[FUSED])
-        elif name == FUSED and settings.device.type != "cuda":
-            entries[name] = records.untimed_entry("not timed", "the interpreter's time means nothing", paths[FUSED])
+        if name == FUSED and {*paths[AUTO]} == {*paths[FUSED]}:
+            timings[name] = NotTimed("auto mode chose the same kernels", "same as auto")
+        elif name == FUSED and (reason := unsupported or why_untimed(settings.device)):
+            timings[name] = NotTimed(reason)
+        elif isinstance(made := settings.make(name, row.case, row.options), NotTimed):
+            timings[name] = made
         else:
-            try:
-                entrants.append(contender(name, row.case, row.options))
-            except ImportError as error:
-                entries[name] = records.untimed_entry(
-                    "not timed", f"not usable here: {error}".splitlines()[0], (None, None)
-                )
-            except KeyError:
-                reason = f"{row.case.name} has no such contender"
-                entries[name] = records.untimed_entry("not timed", reason, (None, None))
-    timings = measure(entrants, work, seconds=settings.seconds, clock=clock, alone=settings.alone)
-    for entrant in entrants:
-        timing = timings[entrant.name]
-        ways = paths.get(entrant.name, (None, None))
+            entrants[name] = made
+    timings |= measure([*entrants.values()], work, seconds=settings.seconds, clock=clock, alone=settings.alone)
+    entries: Record = {}
+    for name in settings.contenders:
+        timing, ways = timings[name], paths.get(name, (None, None))
         if isinstance(timing, NotTimed):
-            entries[entrant.name] = records.untimed_entry("not timed", timing.reason, ways)
+            entries[name] = records.untimed_entry(timing.reason, ways, timing.status)
             continue
-        saved = saved_bytes(entrant, work, row.case.parameters) if work.backward else None
-        peak = peak_bytes(entrant, work)
-        entries[entrant.name] = records.contender_entry(
-            timing, ways, entry["flops"], entry["floor_seconds"], saved, peak
-        )
-    return {name: entries[name] for name in settings.contenders}
+        saved = saved_bytes(entrants[name], work, row.case.parameters) if work.backward else None
+        peak = peak_bytes(entrants[name], work)
+        entries[name] = records.contender_entry(timing, ways, entry["flops"], entry["floor_seconds"], saved, peak)
+    return entries
+
+
+def report(rows: list[Row], settings: Settings, words: list[str], path: Path) -> int:
+    """Run the rows and print their times; the exit status: 1 if a verification is red, or nothing was timed."""
+    if settings.device.type != "cuda":
+        print("no GPU is used: verifying" + (" and timing" if settings.timed else "") + " the torch path on the CPU")
+    try:
+        found, right = run(rows, settings, words, path)
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    print(f"\nrecord: {path}")
+    timed = tables.timed_rows(found)
+    if not right:
+        refused = ": its operation is not timed" if timed else ": nothing is timed" if settings.timed else ""
+        print(f"verification is RED{refused}", file=sys.stderr)
+        if not timed:
+            return 1
+    if not settings.timed:
+        print("verification is green")
+        return 0
+    if not timed:
+        entries = [(name, entry) for row in found["rows"] for name, entry in row["contenders"].items()]
+        reasons = dict.fromkeys(f"{name}: {entry['reason']}" for name, entry in entries)
+        print(f"error: nothing was timed: {'; '.join(reasons)}", file=sys.stderr)
+        return 1
+    tables.screen(found).show()
+    for line in tables.slower_than_torch(found):
+        print(f"slower than torch: {line}")
+    return 0 if right else 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from .contenders import AUTO, COMPILED, EAGER, FUSED, ON_REQUEST, TORCH_CONTENDERS
+from .contenders import AUTO, COMPILED, EAGER, FUSED, TORCH_CONTENDERS
 from .record import Record
 
 # Auto mode should not be slower than this share of the best of torch's times.
@@ -14,6 +14,7 @@ KINDS = ("launched", "replayed")
 PATHS = {"launched": "path", "replayed": "replayed_path"}
 DIRECTIONS = {"forward": "forward", "forward_backward": "forward + backward"}
 NONE = "–"
+_USUAL = (EAGER, COMPILED, AUTO, FUSED)
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,27 @@ class Table:
         widths = [max(len(line[i]) for line in lines) for i in range(len(self.columns))]
         aligned = [(word.ljust(width) for word, width in zip(line, widths, strict=True)) for line in lines]
         return "\n".join([self.title, *("  ".join(words).rstrip() for words in aligned)])
+
+    def show(self) -> None:
+        """Prints it: on a terminal through rich, if that is installed, otherwise in plain columns."""
+        try:
+            from rich import box
+            from rich.console import Console
+            from rich.table import Table as RichTable
+        except ImportError:
+            print(self.plain())
+            return
+        console = Console()
+        if not console.is_terminal:
+            # In a file or a pipe, rich would cut the table to 80 columns.
+            print(self.plain())
+            return
+        shown = RichTable(title=self.title, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+        for column in self.columns:
+            shown.add_column(column, no_wrap=True)
+        for row in self.rows:
+            shown.add_row(*row)
+        console.print(shown)
 
 
 def median(row: Record, name: str, kind: str) -> float | None:
@@ -93,8 +115,8 @@ def screen(record: Record) -> Table:
 
 
 def asked_for(rows: list[Record]) -> list[str]:
-    """The columns of those that were timed because somebody asked for them."""
-    return [name for name in ON_REQUEST if any(name in row["contenders"] for row in rows)]
+    """The contenders beside the usual ones, which were timed because somebody asked for them."""
+    return [name for name in dict.fromkeys(name for row in rows for name in row["contenders"]) if name not in _USUAL]
 
 
 def cells(row: Record, more: Sequence[str]) -> list[str]:

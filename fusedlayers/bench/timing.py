@@ -77,9 +77,10 @@ class Timing:
 
 @dataclass(frozen=True)
 class NotTimed:
-    """A contender that failed, and why."""
+    """A contender without times, and why: it failed, or was not run."""
 
     reason: str
+    status: str = "not timed"  # of its entry in a record
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,9 @@ from torch import Tensor
 from ..closeness import Closeness, Evidence
 from ..functional.switches import switched
 from .cases import Case, Options, Shape
-from .contenders import AUTO, FUSED, Work, contender, our_plan, why_not_forced
-from .exactness import exact_work, in_dtypes, inequality, random_work, reference_results, torch_results
+from .contenders import AUTO, FUSED, contender, our_plan, why_not_forced
+from .exactness import exact_work, in_dtypes, inequality
+from .work import Work, random_work, reference_results, torch_results
 
 # Where a tensor is not close, so many times the draws are judged again: see ``closeness``.
 AGAIN = 3

@@ -172,8 +172,12 @@ def test_operations_that_are_right_are_timed_beside_a_red_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     wrong = dataclasses.replace(FFN, ours=one_row_wrong)
-    monkeypatch.setattr(command, "CASES", {"ffn": wrong, "weight_gradient": CASES["weight_gradient"]})
-    status = command.main(["all", "--time", "--device", "cpu", "--seconds", "0.01", "--output", str(tmp_path)])
+    rows = [
+        runner.Row(case, case.grids[0], case.grids[0].options, case.grids[0].shapes_without_gpu[-1])
+        for case in (wrong, WEIGHT_GRADIENT)
+    ]
+    settings = runner.Settings("fp32", torch.device("cpu"), timed=True, contenders=("auto",), seconds=0.01)
+    status = runner.report(rows, settings, [], tmp_path / "record.json")
     assert status == 1
     assert "verification is RED: its operation is not timed" in capsys.readouterr().err
     [path] = tmp_path.glob("*.json")
@@ -240,9 +244,7 @@ def test_a_contender_that_fails_is_named_and_the_others_are_timed(
         (["gemm_reduce", "--dim", "0"], "argument --dim: invalid choice: 0"),
         (["gemm_reduce", "--op", "mean", "--init", "integer"], "argument --op: mean: --init integer takes"),
         (["weight_gradient", "--activation", "relu"], "unrecognized arguments: --activation relu"),
-        (["all", "--shape", "1x2x3"], "unrecognized arguments: --shape"),
-        (["all", "--families", "ffn,softmax"], "argument --families: 'softmax': expected names out of gemm_gemm,"),
-        (["ffn", "--families", "ffn"], "unrecognized arguments: --families"),
+        (["ffn", "--contenders", "liger"], "argument --contenders: 'liger': expected names out of eager,compile"),
         (["softmax"], "argument NAME: invalid choice: 'softmax'"),
         ([], "the following arguments are required: NAME"),
     ],
@@ -288,30 +290,14 @@ def test_shapes_are_read_with_either_cross() -> None:
 
 def rows_of(*words: str) -> list[runner.Row]:
     chosen = command.build_parser().parse_args(list(words))
-    return command._rows(chosen, command._settings(chosen))
+    return command._rows(chosen, arguments.settings_of(chosen))
 
 
 def test_without_a_shape_the_grid_is_run() -> None:
-    plain, exact, gated = FFN.grids
+    plain, *_ = FFN.grids
     assert [row.shape for row in rows_of("ffn", "--device", "cpu")] == list(plain.shapes_without_gpu)
     assert {row.options for row in rows_of("ffn", "--device", "cpu")} == {Options("gelu_tanh", bias=True)}
     assert {row.options for row in rows_of("ffn", "--gated", "--device", "cpu")} == {Options("silu", gated=True)}
-    assert {row.grid for row in rows_of("all", "--device", "cpu")} == {
-        plain,
-        exact,
-        gated,
-        *GEMM_GEMM.grids,
-        *CASES["gemm_reduce"].grids,
-        *CASES["maxsim"].grids,
-        *CASES["split_k"].grids,
-        *CASES["linear_cross_entropy"].grids,
-        *CASES["linear_log_probs"].grids,
-        *CASES["moe_ffn"].grids,
-        *CASES["lora_ffn"].grids,
-        *WEIGHT_GRADIENT.grids,
-    }
-    some = rows_of("all", "--families", "ffn,gemm_gemm", "--device", "cpu")
-    assert {row.grid for row in some} == {plain, exact, gated, *GEMM_GEMM.grids}
     integer = rows_of("ffn", "--init", "integer", "--device", "cpu")[0]
     assert (integer.options.activation, integer.grid.title) == ("relu", "ffn, relu, bias")
     other = rows_of("ffn", "--gated", "--bias", "--recompute", "--activation", "swish", "--device", "cpu")[0]
@@ -322,8 +308,15 @@ def test_without_a_shape_the_grid_is_run() -> None:
 def test_the_grids_of_a_reduction() -> None:
     """Those of the operation and the axis that are named, and the first shapes for one that is not published."""
     case = CASES["gemm_reduce"]
-    assert case.reductions(None, None) == case.grids
-    assert [(g.options.op, g.options.dim) for g in case.reductions("max", None)] == [("max", -2), ("max", -1)]
-    (unpublished,) = case.reductions("absmax", -1)
-    assert (unpublished.options.op, unpublished.options.dim) == ("absmax", -1)
-    assert unpublished.shapes == case.grids[0].shapes
+    assert case.published() == case.grids
+    assert [(grid.options.op, grid.options.dim) for grid in case.published(op="max")] == [("max", -2), ("max", -1)]
+    (row, *_) = rows_of("gemm_reduce", "--op", "absmax", "--dim", "-1", "--device", "cpu")
+    assert (row.options.op, row.options.dim) == ("absmax", -1)
+    assert row.grid.title == "gemm_reduce, identity, absmax over N"
+    assert row.shape == case.grids[0].shapes_without_gpu[0]
+
+
+def test_where_nothing_was_timed_that_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    status, _ = run_small(tmp_path, "--time", "--seconds", 0.01, "--contenders", "fused")
+    assert status == 1
+    assert "error: nothing was timed: fused: " in capsys.readouterr().err

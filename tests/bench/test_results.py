@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from fusedlayers.bench import arguments, tables
+from fusedlayers.bench import tables
 from fusedlayers.bench.record import Record
 from tests.support import gpu_records
 
@@ -43,5 +43,5 @@ def test_without_rich_the_table_is_plain(
     gpu_record: Record, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(sys.modules, "rich", None)
-    arguments.show(tables.screen(gpu_record))
+    tables.screen(gpu_record).show()
     assert capsys.readouterr().out == tables.screen(gpu_record).plain() + "\n"

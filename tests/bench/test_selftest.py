@@ -189,8 +189,9 @@ from dataclasses import replace
 import torch
 from triton.runtime.jit import JITFunction
 from fusedlayers.bench.cases import DTYPES
-from fusedlayers.bench.contenders import FUSED, Work, contender
+from fusedlayers.bench.contenders import FUSED, contender
 from fusedlayers.bench.selftest.trials import all_trials, launched
+from fusedlayers.bench.work import Work
 from fusedlayers.functional import dispatch, switches
 from fusedlayers.planning import Device
 

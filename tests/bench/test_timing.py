@@ -10,9 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from fusedlayers.bench import contenders, timing, verification
+from fusedlayers.bench import contenders, timing
 from fusedlayers.bench.cases import CASES, Options
 from fusedlayers.bench.memory import saved_bytes
+from fusedlayers.bench.work import Work, random_work
 
 CPU = torch.device("cpu")
 FFN, GEMM_GEMM, MAXSIM = CASES["ffn"], CASES["gemm_gemm"], CASES["maxsim"]
@@ -40,7 +41,7 @@ def test_costs_are_those_of_the_published_floors() -> None:
 
 def test_saved_bytes_count_each_activation_once_and_no_parameter() -> None:
     rows, width, hidden = shape = (64, 16, 48)
-    work = verification.random_work(
+    work = random_work(
         FFN, PLAIN, shape, init="normal", dtype=torch.float32, device=CPU, seed=0, backward=True
     )  # fmt: skip
     eager = contenders.contender(contenders.EAGER, FFN, PLAIN)
@@ -53,7 +54,7 @@ def test_saved_bytes_count_each_activation_once_and_no_parameter() -> None:
 
 
 def test_a_checkpoint_gives_the_gradients_of_the_expression_that_it_repeats() -> None:
-    work = verification.random_work(
+    work = random_work(
         FFN, PLAIN, (64, 16, 48), init="normal", dtype=torch.float32, device=CPU, seed=0, backward=True
     )  # fmt: skip
     calls: list[None] = []
@@ -97,7 +98,7 @@ def test_rounds_interleave_in_an_order_of_their_own(monkeypatch: pytest.MonkeyPa
         return inputs["x"] * 2
 
     clock = _RecordingClock()
-    work = contenders.Work({"x": torch.ones(2)}, torch.ones(2), backward=False)
+    work = Work({"x": torch.ones(2)}, torch.ones(2), backward=False)
     entrants = [contenders.Contender("a", first), contenders.Contender("b", broken_second)]
     found = timing.measure(entrants, work, seconds=1e9, clock=clock)
     # Three entrants: a launched, a replayed, b launched.
@@ -127,7 +128,7 @@ def test_a_capture_needs_no_switch_of_its_own() -> None:
         seen.append(os.environ["FUSEDLAYERS_BACKEND"])
         return inputs["x"] * 1
 
-    work = contenders.Work({"x": torch.ones(2)}, (torch.ones(2),), backward=False)
+    work = Work({"x": torch.ones(2)}, (torch.ones(2),), backward=False)
     entrants = [contenders.Contender("auto", call, contenders.AUTO_SWITCHES, recorded=once) for once in (True, False)]
     timing.measure(entrants[:1], work, seconds=1e-9, clock=CapturingClock())
     assert seen == ["auto"] * timing.WARM_UP_RUNS + ["capture"]
@@ -156,10 +157,10 @@ def test_rotating_work_is_timed_as_if_done_once(monkeypatch: pytest.MonkeyPatch)
         seen.append(float(inputs["x"][0]))
         return inputs["x"] * 1
 
-    one, two, three = (contenders.Work({"x": torch.full((2,), n)}, torch.ones(2), False) for n in (1.0, 2.0, 3.0))
+    one, two, three = (Work({"x": torch.full((2,), n)}, torch.ones(2), False) for n in (1.0, 2.0, 3.0))
     entrant = contenders.Contender("a", call)
 
-    def median(work: contenders.Work) -> float:
+    def median(work: Work) -> float:
         found = timing.measure([entrant], work, seconds=1e9, clock=_RecordingClock())["a"]
         assert isinstance(found, timing.Timing)
         return found.launched.median
@@ -198,7 +199,7 @@ def test_a_contender_for_which_memory_does_not_suffice(fits: bool, monkeypatch: 
             raise torch.OutOfMemoryError("too little")
         return inputs["x"] * 1
 
-    work = contenders.Work({"x": torch.ones(2)}, (torch.ones(2),), backward=False)
+    work = Work({"x": torch.ones(2)}, (torch.ones(2),), backward=False)
     entrants = [contenders.Contender(call.__name__, call) for call in (small, large)]
     found = timing.measure(entrants, work, seconds=1e-9, clock=SmallClock())
     assert isinstance(found["small"], timing.Timing)

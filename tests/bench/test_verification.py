@@ -13,7 +13,8 @@ from torch import Tensor
 from fusedlayers import reference
 from fusedlayers.bench import cases, exactness, verification
 from fusedlayers.bench.cases import CASES, Options
-from fusedlayers.bench.contenders import Contender, Work
+from fusedlayers.bench.contenders import Contender
+from fusedlayers.bench.work import Work, random_work, reference_results
 from tests.support import seeds
 
 CPU = torch.device("cpu")
@@ -53,9 +54,7 @@ def test_integer_inputs_stay_exact(case: cases.Case, options: Options, shape: ca
 
 def test_frozen_operands_have_no_gradient_to_be_judged_or_counted() -> None:
     case, shape = CASES["lora_ffn"], (40, 24, 40, 4)
-    work = exactness.random_work(
-        case, PLAIN, shape, init="normal", dtype=torch.float32, device=CPU, seed=0, backward=True
-    )
+    work = random_work(case, PLAIN, shape, init="normal", dtype=torch.float32, device=CPU, seed=0, backward=True)
     assert list(work.leaves) == ["x", "up_a", "up_b", "down_a", "down_b"]
     assert not any(work.inputs[name].requires_grad for name in ("w_up", "w_down", "b_up", "b_down"))
     found = verification.verify(case, PLAIN, shape, init="normal", dtype=torch.float32, device=CPU)
@@ -73,7 +72,7 @@ def test_what_is_not_close_is_judged_over_more_draws(
 
     def rounded(work: Work, size: float) -> tuple[Tensor, ...]:
         """The right results and errors of this size: those of real products depend on the processor."""
-        exact = exactness.reference_results(FFN, PLAIN, work)
+        exact = reference_results(FFN, PLAIN, work)
         noise = (torch.randn(each.shape, generator=drawing, dtype=each.dtype) for each in exact)
         return tuple((each + size * each.std() * more).float() for each, more in zip(exact, noise, strict=True))
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from benchmarks import layer_tables, plots, records
+from benchmarks import layer_tables, layers, plots, records
 from fusedlayers.bench import __main__ as bench
-from fusedlayers.bench import contenders, record
+from fusedlayers.bench import record
 from fusedlayers.bench.record import Record
 from tests.support import gpu_records
 from tests.support.gpu_records import entry
@@ -81,12 +81,7 @@ def test_plots_are_made_from_the_file(gpu_record: Record, tmp_path: Path, monkey
 
 
 def test_every_contender_has_a_colour() -> None:
-    assert set(plots._COLOURS) == {
-        *contenders.TORCH_CONTENDERS,
-        *contenders.ON_REQUEST,
-        contenders.AUTO,
-        contenders.FUSED,
-    }
+    assert set(plots._COLOURS) == set(layers._WORDS.values())
 
 
 def test_plots_without_matplotlib_say_what_to_install(
@@ -146,7 +141,7 @@ def test_a_contender_that_has_no_times_may_go(gpu_record: Record, newer_record: 
     """That one is not asked for anew, as it cannot run there."""
     older, newer = tmp_path / "older.json", tmp_path / "newer.json"
     [row, *others] = gpu_record["rows"]
-    untimed = record.untimed_entry("not timed", "it has no layers for it", ("", ""))
+    untimed = record.untimed_entry("it has no layers for it", ("", ""))
     row = row | {"contenders": row["contenders"] | {"liger": untimed}}
     record.write(gpu_record | {"rows": [row, *others]}, older)
     record.write(newer_record, newer)

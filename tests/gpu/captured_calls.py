@@ -21,8 +21,8 @@ from torch import Tensor, nn
 
 from fusedlayers import FusedFFN, MaxSim, SplitKLinear, planning
 from fusedlayers.bench.cases import ALL, CASES, Case, Options, Shape
-from fusedlayers.bench.contenders import FUSED_SWITCHES, Work
-from fusedlayers.bench.exactness import random_work, reference_results
+from fusedlayers.bench.contenders import FUSED_SWITCHES
+from fusedlayers.bench.work import Work, random_work, reference_results
 from fusedlayers.closeness import compare_all
 from fusedlayers.devices import assumed, describe
 from fusedlayers.functional.dispatch import decisions

@@ -43,9 +43,10 @@ from torch import Tensor, nn
 import fusedlayers as fl
 from benchmarks.records import check_alike
 from fusedlayers.bench import record as records
-from fusedlayers.bench.contenders import AUTO_SWITCHES, Contender, Work
+from fusedlayers.bench.contenders import AUTO_SWITCHES, Contender
 from fusedlayers.bench.memory import peak_bytes, saved_bytes
 from fusedlayers.bench.timing import NotTimed, measure
+from fusedlayers.bench.work import Work
 from fusedlayers.closeness import compare_draws
 from fusedlayers.functional.dispatch import decisions
 from fusedlayers.functional.switches import switched
@@ -289,8 +290,7 @@ def main() -> int:
         print(f"{name} ({time.perf_counter() - start:.1f} s)", *_lines(found), *red, sep="; ", flush=True)
         record["rows"].append(found)
         records.write(record, chosen.output)
-    records.finish(record)
-    records.write(record, chosen.output)
+    records.finish(record, chosen.output)
     return 1 if failed else 0
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 
@@ -11,12 +10,10 @@ from ...devices import describe
 from ...planning.record import TORCH, Row
 from ..cases import DTYPES
 from ..cases.trial import Trial
-from ..contenders import AUTO, COMPILED, EAGER, FUSED, Work, contender, our_plan
-from ..exactness import random_work, rotating_work
+from ..contenders import AUTO, COMPILED, EAGER, FUSED, contender, our_paths, our_plan
 from ..timing import NotTimed, clock_for, measure
 from ..verification import verify
-
-TORCH_CONTENDERS = (EAGER, COMPILED)
+from ..work import timed_work
 
 
 class DroppedError(Exception):
@@ -24,7 +21,7 @@ class DroppedError(Exception):
 
 
 def row_of(trial: Trial, device: torch.device, seconds: float) -> Row:
-    """What is to be recorded of a call: seconds of each path, launched and, where it can be recorded, in a graph.
+    """What is to be recorded of a call: seconds of each path, launched and, where it can be captured, in a graph.
 
     Torch's are those of eager or compiled torch, whichever is faster.
 
@@ -39,18 +36,18 @@ def row_of(trial: Trial, device: torch.device, seconds: float) -> Row:
     # A call's compiled code is of no use to the next one, and many would exceed the compiler's limit of variants.
     torch._dynamo.reset()
     clock = clock_for(device)
-    drawn: dict[str, Any] = {
-        "init": "normal", "dtype": dtype, "device": device, "seed": 2, "backward": case.backward,
-    }  # fmt: skip
-    if case.rotating:
-        work = rotating_work(case, options, trial.shape, least_bytes=clock.cold_cache_bytes, **drawn)
-    else:
-        work = random_work(case, options, trial.shape, **drawn)
-    paths = _paths(trial, work)
-    names = [*TORCH_CONTENDERS, *paths]
+    work = timed_work(
+        case, options, trial.shape, init="normal", dtype=dtype, device=device, seed=2, backward=case.backward,
+        cold_cache_bytes=clock.cold_cache_bytes,
+    )  # fmt: skip
+    if (reason := our_plan(case, options, work, backend="triton").unsupported) is not None:
+        raise DroppedError(reason)
+    paths = our_paths(case, options, work)
+    if {*paths[AUTO]} <= {TORCH, *paths[FUSED]}:
+        del paths[AUTO]  # The others take these paths, too.
+    names = [EAGER, COMPILED, *paths]
     timings = measure([contender(name, case, options) for name in names], work, seconds=seconds, clock=clock)
-    forced = timings[FUSED]
-    if isinstance(forced, NotTimed):
+    if isinstance(forced := timings[FUSED], NotTimed):
         raise DroppedError(forced.reason)
     problem, facts = trial.problem(), describe(device)
     launched, replayed = dict[str, float](), dict[str, float]()
@@ -63,20 +60,3 @@ def row_of(trial: Trial, device: torch.device, seconds: float) -> Row:
             if spread is not None and spread.median < times.get(recorded, math.inf):
                 times[recorded] = spread.median
     return Row(problem.recorded_kin, problem.variant, problem.sizes, launched, replayed, sure=True)
-
-
-def _paths(trial: Trial, work: Work) -> dict[str, tuple[str, str]]:
-    """By contender its paths, launched and replayed: kernels wherever they run, and what auto mode takes.
-
-    Raises:
-        DroppedError: kernels cannot run the call.
-    """
-    case, options = trial.prepared()
-    forced = our_plan(case, options, work, backend="triton")
-    if forced.unsupported is not None:
-        raise DroppedError(forced.unsupported)
-    launched, replayed = (our_plan(case, options, work, captured).path for captured in (False, True))
-    found = {FUSED: (forced.path, forced.path)}
-    if {launched, replayed} - {TORCH, forced.path}:
-        found[AUTO] = launched, replayed
-    return found

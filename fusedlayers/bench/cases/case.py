@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -78,92 +78,82 @@ def as_tuple(results: Results) -> tuple[Tensor, ...]:
     return tuple(tensor for tensor in together if tensor is not None)
 
 
+def one_product(shape: Shape, options: Options) -> int:
+    """Floating-point operations of a single product with these three sizes."""
+    return 2 * math.prod(shape)
+
+
+def activation_keyword(options: Options) -> dict[str, object]:
+    """The keywords of a function that takes an activation, and no other option of a case."""
+    return {"activation": options.activation}
+
+
 @dataclass(frozen=True, kw_only=True)
 class Case:
     """One operation.
 
     ``operation`` names the public function that plans it. ``ours`` and ``torch_expression`` take the inputs of
-    ``operands`` by name and then ``keywords`` of the options. ``forward_flops`` counts the products of the forward
-    pass; each product has two of the same size in the backward pass, or as many as ``backward_products`` says.
-    ``parameters`` are the inputs that a module would own. ``results`` names what the operation returns, a tensor or a
-    tuple, the last of which may be None; ``result_dtype`` is theirs where it is not that of the inputs. ``yardstick``
-    is torch's expression in less memory, for verification, which judges so many ``draws`` of inputs together. A
-    parameter's gradient is made of so many ``independent`` results, where a tile of it has more elements. Without
-    ``backward`` the forward pass alone is benchmarked. ``rotating`` work takes a few microseconds, and is timed over
-    many inputs in a row. Without ``grids`` the self-test alone runs the case. ``trials`` are those of the self-test on
-    a GPU, one at least for every tile configuration that the planner can choose there; ``peers`` are others' versions
-    by the name of a contender: what imports them and gives a function of the inputs; ``few_trials`` those for Triton's
-    interpreter. ``place`` says where the case stands among the others, in commands and in tables.
+    ``operands`` by name, then ``keywords`` of the options. ``results`` names what they return, a tensor or a tuple, the
+    last of which may be None; ``result_dtype`` is theirs if it is not that of the inputs.
+
+    ``forward_flops`` counts the products of the forward pass. ``backward_flops`` counts those of the backward pass,
+    which by default has two products for each of the forward pass. ``parameters`` are the inputs that a module owns.
+
+    For verification: ``yardstick`` is torch's expression in less memory; ``draws`` of inputs are judged together; and
+    ``independent`` counts the results that make up the gradient of a parameter, whose tiles have more elements.
+
+    Without ``backward`` only the forward pass is benchmarked. ``rotating`` work takes a few microseconds, and is timed
+    over many inputs in a row. A case without ``grids`` is run by the self-test alone. ``trials`` are those of the
+    self-test on a GPU, at least one for every tile configuration that the planner can choose there, and ``few_trials``
+    those for Triton's interpreter. ``place`` orders the cases in commands and tables.
     """
 
     name: str
+    operation: str
+    place: int
     letters: tuple[str, ...]
     meaning: str
-    parameters: frozenset[str]
-    flags: frozenset[str]
-    grids: tuple[Grid, ...]
+    grids: tuple[Grid, ...] = ()
+    flags: frozenset[str] = frozenset()
+    has_activation: bool = True
     operands: Callable[[Shape, Options], dict[str, Operand]]
-    forward_flops: Callable[[Shape, Options], int]
+    parameters: frozenset[str] = frozenset()
+    keywords: Callable[[Options], dict[str, object]] = activation_keyword
     ours: Callable[..., Results]
     torch_expression: Callable[..., Results]
-    operation: str
-    keywords: Callable[[Options], dict[str, object]]
-    trials: Callable[[Device], Iterable[Trial]]
-    few_trials: tuple[Trial, ...]
-    place: int
     results: tuple[str, ...] = ("y",)
     result_dtype: torch.dtype | None = None
+    backward: bool = True
+    forward_flops: Callable[[Shape, Options], int] = one_product
+    backward_flops: Callable[[Shape, Options], int] | None = None
+    rotating: bool = False
     yardstick: Callable[..., Results] | None = None
     draws: int = 1
     independent: Callable[[Shape, Options], int] | None = None
-    peers: Mapping[str, Callable[[], Callable[..., Results]]] = field(default_factory=dict)
-    backward: bool = True
-    has_activation: bool = True
-    rotating: bool = False
-    backward_products: int = 2
+    trials: Callable[[Device], Iterable[Trial]]
+    few_trials: tuple[Trial, ...]
 
     def our_keywords(self, options: Options) -> dict[str, object]:
         """The keywords of ``ours``."""
         recomputes = options.recompute is True and "recompute" in self.flags
         return self.keywords(options) | ({"recompute": True} if recomputes else {})
 
-    def peer(self, name: str, options: Options) -> Callable[..., Results]:
-        """Another library's version, which knows no other options than those of the published grids.
-
-        Raises:
-            ImportError: it is not installed, has not what the case needs, or fails when it is imported.
-            KeyError: the case has none by this name with these options.
-        """
-        if all(replace(options, recompute=grid.options.recompute) != grid.options for grid in self.grids):
-            raise KeyError(name)
-        make = self.peers[name]
-        try:
-            return make()
-        except ImportError:
-            raise
-        except Exception as error:
-            # One beside releases of its libraries that it does not know may raise anything.
-            raise ImportError(f"{name} fails when it is imported: {type(error).__name__}: {error}") from error
-
     def problem(self, inputs: Inputs, options: Options) -> Call:
         """The planning problem of a call with these inputs."""
         return OPERATIONS[self.operation].problem_of(**inputs, **self.our_keywords(options))
 
-    def grid(self, gated: bool, skewed: bool = False) -> Grid:
-        """The published grid with or without a gate, of either routing."""
-        return next(grid for grid in self.grids if (grid.options.gated, grid.options.skewed) == (gated, skewed))
-
-    def reductions(self, op: str | None, dim: int | None) -> tuple[Grid, ...]:
-        """The published grids of a reduction (None: of any); of one that has none, the first grid with its options."""
-        known = (self.grids[0].options.op if op is None else op, self.grids[0].options.dim if dim is None else dim)
-        found = [g for g in self.grids if op in (None, g.options.op) and dim in (None, g.options.dim)]
-        return tuple(found) or (
-            replace(self.grids[0], options=replace(self.grids[0].options, op=known[0], dim=known[1])),
-        )
+    def published(self, **wanted: object) -> tuple[Grid, ...]:
+        """The grids whose options are as ``wanted``; if there is none, the first grid with these options."""
+        first = self.grids[0]
+        found = [grid for grid in self.grids if all(getattr(grid.options, each) == wanted[each] for each in wanted)]
+        return tuple(found) or (replace(first, options=replace(first.options, **wanted)),)  # type: ignore[arg-type]
 
     def flops(self, shape: Shape, options: Options, backward: bool) -> int:
         """Floating-point operations of the forward pass, or of forward and backward, nothing computed twice."""
-        return self.forward_flops(shape, options) * (1 + (self.backward_products if backward else 0))
+        forward = self.forward_flops(shape, options)
+        if not backward:
+            return forward
+        return forward + (2 * forward if self.backward_flops is None else self.backward_flops(shape, options))
 
     def result_shapes(self, shape: Shape, options: Options) -> tuple[Shape, ...]:
         """The shapes of the results, from torch's rules, without computing anything."""

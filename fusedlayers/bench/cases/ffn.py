@@ -28,7 +28,7 @@ _UNEVEN = 616
 _FEW_UNITS = 144
 
 
-def _ffn_operands(shape: Shape, options: Options) -> dict[str, Operand]:
+def _operands(shape: Shape, options: Options) -> dict[str, Operand]:
     rows, width, hidden = shape
     first, second = width**-0.5, hidden**-0.5
     operands = {
@@ -44,7 +44,7 @@ def _ffn_operands(shape: Shape, options: Options) -> dict[str, Operand]:
     return operands
 
 
-def _ffn_flops(shape: Shape, options: Options) -> int:
+def _flops(shape: Shape, options: Options) -> int:
     return 2 * math.prod(shape) * (3 if options.gated else 2)
 
 
@@ -144,59 +144,37 @@ def _grouped_trials(relu: Options, plain: Options, device: Device) -> Iterator[T
 
 CASE = Case(
     name="ffn",
+    operation="ffn",
+    place=4,
     letters=("M", "K", "N"),
     meaning="tokens × d_model × d_ff",
-    parameters=frozenset({"w_up", "w_down", "b_up", "b_down", "w_gate", "b_gate"}),
-    flags=frozenset({"gated", "bias", "recompute"}),
     grids=(
         Grid(
-            name="ffn",
-            title="FFN, gelu_tanh, bias",
-            options=Options("gelu_tanh", bias=True),
-            shapes=(
-                (131072, 64, 256),
-                (131072, 128, 512),
-                (65536, 256, 1024),
-                (32768, 512, 2048),
-                (16384, 768, 3072),
-                (16384, 1024, 4096),
-                (8192, 2048, 8192),
-                (8192, 4096, 14336),
+            "ffn", "FFN, gelu_tanh, bias", Options("gelu_tanh", bias=True),
+            (
+                (131072, 64, 256), (131072, 128, 512), (65536, 256, 1024), (32768, 512, 2048), (16384, 768, 3072),
+                (16384, 1024, 4096), (8192, 2048, 8192), (8192, 4096, 14336),
             ),
-            shapes_without_gpu=((1024, 64, 256), (130, 48, 100)),
+            ((1024, 64, 256), (130, 48, 100)),
         ),
+        Grid("ffn_gelu", "FFN, gelu (erf), bias", Options("gelu", bias=True), ((131072, 128, 512),), ((130, 48, 100),)),
         Grid(
-            name="ffn_gelu",
-            title="FFN, gelu (erf), bias",
-            options=Options("gelu", bias=True),
-            shapes=((131072, 128, 512),),
-            shapes_without_gpu=((130, 48, 100),),
-        ),
-        Grid(
-            name="gated_ffn",
-            title="Gated FFN, silu, no bias",
-            options=Options("silu", gated=True),
-            shapes=(
-                (65536, 256, 768),
-                (32768, 512, 1408),
-                (16384, 1024, 2816),
-                (8192, 2048, 5632),
-                (8192, 4096, 14336),
-            ),
-            shapes_without_gpu=((1024, 64, 192), (130, 48, 100)),
+            "gated_ffn", "Gated FFN, silu, no bias", Options("silu", gated=True),
+            ((65536, 256, 768), (32768, 512, 1408), (16384, 1024, 2816), (8192, 2048, 5632), (8192, 4096, 14336)),
+            ((1024, 64, 192), (130, 48, 100)),
         ),
     ),
-    operands=_ffn_operands,
-    forward_flops=_ffn_flops,
+    flags=frozenset({"gated", "bias", "recompute"}),
+    operands=_operands,
+    parameters=frozenset({"w_up", "w_down", "b_up", "b_down", "w_gate", "b_gate"}),
+    keywords=_keywords,
     ours=_ours,
     torch_expression=_theirs,
-    operation="ffn",
-    keywords=_keywords,
+    forward_flops=_flops,
     trials=_trials,
     few_trials=(
         Trial("ffn", Options("relu", bias=True), (37, 24, 40), "fp16"),
         Trial("ffn", Options("relu", gated=True, bias=True), (37, 24, 40), "fp32"),
         Trial("ffn", Options("relu", bias=True), (37, 144, 40), "fp32"),
     ),
-    place=4,
-)
+)  # fmt: skip

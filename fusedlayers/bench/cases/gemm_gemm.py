@@ -11,7 +11,7 @@ from .case import Case, Grid, Operand, Options, Shape
 from .trial import RAGGED, WHOLE, Trial
 
 
-def _gemm_gemm_operands(shape: Shape, options: Options) -> dict[str, Operand]:
+def _operands(shape: Shape, options: Options) -> dict[str, Operand]:
     batch, rows, hidden, width, columns = shape
     return {
         "a": Operand((batch, rows, width)),
@@ -20,7 +20,7 @@ def _gemm_gemm_operands(shape: Shape, options: Options) -> dict[str, Operand]:
     }
 
 
-def _gemm_gemm_flops(shape: Shape, options: Options) -> int:
+def _flops(shape: Shape, options: Options) -> int:
     batch, rows, hidden, width, columns = shape
     return 2 * batch * rows * hidden * (width + columns)
 
@@ -42,39 +42,29 @@ def _trials(device: Device) -> Iterator[Trial]:
 
 CASE = Case(
     name="gemm_gemm",
+    operation="gemm_gemm",
+    place=1,
     letters=("B", "M", "N", "K", "O"),
     meaning="batch × rows × hidden × inner × output columns",
-    parameters=frozenset(),
-    flags=frozenset(),
     grids=(
         Grid(
-            name="gemm_gemm",
-            title="Batched GEMM-GEMM, no activation",
-            options=Options("identity"),
-            shapes=(
-                (4, 1024, 1024, 64, 128),
-                (64, 1024, 1024, 64, 64),
-                (64, 1024, 1024, 128, 128),
-                (16, 4096, 4096, 128, 128),
-                (512, 256, 256, 64, 64),
+            "gemm_gemm", "Batched GEMM-GEMM, no activation", Options(),
+            (
+                (4, 1024, 1024, 64, 128), (64, 1024, 1024, 64, 64), (64, 1024, 1024, 128, 128),
+                (16, 4096, 4096, 128, 128), (512, 256, 256, 64, 64),
             ),
-            shapes_without_gpu=((4, 128, 256, 32, 64), (2, 130, 70, 24, 24)),
+            ((4, 128, 256, 32, 64), (2, 130, 70, 24, 24)),
         ),
         Grid(
-            name="gemm_gemm_gelu_tanh",
-            title="Batched GEMM-GEMM, gelu_tanh",
-            options=Options("gelu_tanh"),
-            shapes=((64, 1024, 1024, 64, 64), (64, 1024, 1024, 128, 128)),
-            shapes_without_gpu=((2, 130, 70, 24, 24),),
+            "gemm_gemm_gelu_tanh", "Batched GEMM-GEMM, gelu_tanh", Options("gelu_tanh"),
+            ((64, 1024, 1024, 64, 64), (64, 1024, 1024, 128, 128)),
+            ((2, 130, 70, 24, 24),),
         ),
     ),
-    operands=_gemm_gemm_operands,
-    forward_flops=_gemm_gemm_flops,
+    operands=_operands,
     ours=functional.gemm_gemm,
     torch_expression=reference.gemm_gemm,
-    operation="gemm_gemm",
-    keywords=lambda options: {"activation": options.activation},
+    forward_flops=_flops,
     trials=_trials,
     few_trials=(Trial("gemm_gemm", Options(), (2, 37, 40, 24, 16), "fp16"),),
-    place=1,
-)
+)  # fmt: skip

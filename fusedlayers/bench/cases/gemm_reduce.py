@@ -23,12 +23,12 @@ _SHAPES = ((64, 1024, 1024, 128), (64, 2048, 2048, 64), (1024, 32, 4096, 128))
 _WITHOUT_GPU = ((4, 96, 160, 32), (2, 70, 33, 24))
 
 
-def _gemm_reduce_operands(shape: Shape, options: Options) -> dict[str, Operand]:
+def _operands(shape: Shape, options: Options) -> dict[str, Operand]:
     batch, rows, columns, width = shape
     return {"a": Operand((batch, rows, width)), "b": Operand((batch, width, columns), width**-0.5)}
 
 
-def _gemm_reduce_flops(shape: Shape, options: Options) -> int:
+def _flops(shape: Shape, options: Options) -> int:
     """Of the product; a sum without an activation needs none, but a sum of each operand or a product with one row."""
     batch, rows, columns, width = shape
     if options.op in ("sum", "mean") and options.activation == "identity":
@@ -76,26 +76,25 @@ def _trials(device: Device) -> Iterator[Trial]:
 
 CASE = Case(
     name="gemm_reduce",
+    operation="gemm_reduce",
+    place=2,
     letters=("B", "M", "N", "K"),
     meaning="batch × rows × columns × inner",
-    parameters=frozenset(),
-    flags=frozenset({"op", "dim"}),
     grids=(
         _grid("gemm_reduce_max_m", "Batched GEMM-reduce, max over M", "max", -2, _SHAPES),
         _grid("gemm_reduce_max_n", "Batched GEMM-reduce, max over N", "max", -1, _SHAPES),
         _grid("gemm_reduce_logsumexp_n", "Batched GEMM-reduce, logsumexp over N", "logsumexp", -1, _SHAPES[:1]),
         _grid("gemm_reduce_sum_m", "Batched GEMM-reduce, sum over M", "sum", -2, _SHAPES[:1]),
     ),
-    operands=_gemm_reduce_operands,
-    forward_flops=_gemm_reduce_flops,
+    flags=frozenset({"op", "dim"}),
+    operands=_operands,
+    keywords=_keywords,
     ours=functional.gemm_reduce,
     torch_expression=_torch_gemm_reduce,
-    operation="gemm_reduce",
-    keywords=_keywords,
+    forward_flops=_flops,
     trials=_trials,
     few_trials=(
         Trial("gemm_reduce", Options("relu", op="max"), (2, 37, 33, 24), "fp16"),
         Trial("gemm_reduce", Options(op="sumsq", dim=-1), (2, 37, 33, 24), "fp32"),
     ),
-    place=2,
 )

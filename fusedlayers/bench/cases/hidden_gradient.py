@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -50,20 +49,18 @@ def _trials(device: Device) -> Iterator[Trial]:
 
 CASE = Case(
     name="hidden_gradient",
+    operation="hidden_gradient",
+    place=7,
     letters=("M", "N", "O"),
     meaning="tokens × hidden columns × output columns",
-    parameters=frozenset({"w_down"}),
     flags=frozenset({"gated", "bias"}),
-    grids=(),
     operands=_operands,
-    forward_flops=lambda shape, options: 2 * math.prod(shape),
+    parameters=frozenset({"w_down"}),
+    keywords=lambda options: {"activation": options.activation, "bias": options.bias},
     ours=_ordered(functional.hidden_gradient),
     torch_expression=_ordered(reference.hidden_gradient),
-    operation="hidden_gradient",
-    keywords=lambda options: {"activation": options.activation, "bias": options.bias},
     results=("dz", "db_up", "dz_gate", "db_gate"),
     backward=False,
     trials=_trials,
     few_trials=(Trial("hidden_gradient", Options("relu", bias=True), (37, 24, 40), "fp16"),),
-    place=7,
 )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -48,9 +47,9 @@ class HeadCase(Case):
     parameters: frozenset[str] = frozenset({"linear_weight"})
     flags: frozenset[str] = frozenset({"recompute"})
     operands: Callable[[Shape, Options], dict[str, Operand]] = _operands
-    forward_flops: Callable[[Shape, Options], int] = lambda shape, options: 2 * math.prod(shape)
     result_dtype: torch.dtype | None = torch.float32
     has_activation: bool = False
+    draws: int = 3  # few tokens decide a tile of dW: those whose target or likeliest class is there
 
     def inputs(
         self, shape: Shape, options: Options, *, init: str, dtype: torch.dtype, device: torch.device, seed: int,
@@ -91,33 +90,6 @@ def _in_slices(input: Tensor, linear_weight: Tensor, target: Tensor, reduction: 
     return total / len(target) if reduction == "mean" else total
 
 
-def _function() -> Callable[..., Tensor]:
-    """torch's own, in chunks."""
-    from torch.nn import LinearCrossEntropyOptions
-    from torch.nn.functional import linear_cross_entropy
-
-    options = LinearCrossEntropyOptions()
-    return lambda input, linear_weight, target: linear_cross_entropy(input, linear_weight, target, options=options)
-
-
-def _liger() -> Callable[..., Tensor]:
-    from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
-
-    return lambda input, linear_weight, target: liger_fused_linear_cross_entropy(input, linear_weight, target)
-
-
-def _cce() -> Callable[..., Tensor]:
-    from cut_cross_entropy import linear_cross_entropy
-
-    return lambda input, linear_weight, target: linear_cross_entropy(input, linear_weight, target)
-
-
-def _quack() -> Callable[..., Tensor]:
-    from quack.linear_cross_entropy import chunked_linear_cross_entropy
-
-    return lambda input, linear_weight, target: chunked_linear_cross_entropy(input, linear_weight, target)
-
-
 def _trials(device: Device) -> Iterator[Trial]:
     for vocabulary in VOCABULARIES:
         for dtype in DTYPES:
@@ -143,23 +115,19 @@ def _trials(device: Device) -> Iterator[Trial]:
 
 CASE = HeadCase(
     name="linear_cross_entropy",
+    operation="linear_cross_entropy",
+    place=9,
     grids=(
         Grid(
-            name="linear_cross_entropy",
-            title="Loss head",
-            options=Options(op="mean"),
-            shapes=((8192, 4096, 128256), (16384, 2048, 32000), (16384, 768, 50257), (65536, 2048, 128256)),
-            shapes_without_gpu=((40, 24, 300), (17, 16, 129)),
+            "linear_cross_entropy", "Loss head", Options(op="mean"),
+            ((8192, 4096, 128256), (16384, 2048, 32000), (16384, 768, 50257), (65536, 2048, 128256)),
+            ((40, 24, 300), (17, 16, 129)),
         ),
     ),
+    keywords=_keywords,
     ours=functional.linear_cross_entropy,
     torch_expression=reference.linear_cross_entropy,
-    operation="linear_cross_entropy",
-    keywords=_keywords,
     yardstick=_in_slices,
-    # Of a tile of dW few tokens decide: those whose target or likeliest class is there.
-    draws=3,
-    peers={"torch function": _function, "Liger": _liger, "CCE": _cce, "quack": _quack},
     trials=_trials,
     few_trials=(
         Trial("linear_cross_entropy", Options(op="sum"), (40, 24, 300), "fp16"),
@@ -167,5 +135,4 @@ CASE = HeadCase(
         Trial("linear_cross_entropy", Options(op="sum"), (40, 40, 129), "fp16", backward=False),
         Trial("linear_cross_entropy", Options(op="sum"), (40, 24, 129), "fp16", "recomputing, all"),
     ),
-    place=9,
-)
+)  # fmt: skip

@@ -26,23 +26,19 @@ def _trials(device: Device) -> Iterator[Trial]:
 
 CASE = HeadCase(
     name="linear_log_probs",
+    operation="linear_log_probs",
+    place=10,
     grids=(
         Grid(
-            name="linear_log_probs",
-            title="Log-probabilities and entropies",
-            options=Options(op="mean"),
-            shapes=((8192, 4096, 128256), (16384, 2048, 32000)),
-            shapes_without_gpu=((40, 24, 300),),
+            "linear_log_probs", "Log-probabilities and entropies", Options(op="mean"),
+            ((8192, 4096, 128256), (16384, 2048, 32000)),
+            ((40, 24, 300),),
         ),
     ),
+    keywords=_keywords,
     ours=functional.linear_log_probs,
     torch_expression=reference.linear_log_probs,
-    operation="linear_log_probs",
-    keywords=_keywords,
-    # Of a tile of dW few tokens decide: those whose target or likeliest class is there.
-    draws=3,
     results=("log_probs", "entropies"),
     trials=_trials,
     few_trials=(Trial("linear_log_probs", Options(), (40, 24, 300), "fp16"),),
-    place=10,
-)
+)  # fmt: skip

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from ... import functional, reference
 from ...kernels.tuning.dtypes import GENERIC
 from ...planning import Device
-from .case import Case, Grid, Operand, Options, Shape
+from .case import Case, Grid, Operand, Options, Shape, one_product
 from .trial import Trial
 
 # (queries, documents, query tokens, document tokens) of the trials, and their widths.
@@ -23,26 +23,12 @@ _PAIRS = (
 _PORTABLE_WIDTHS = (16, 24, 64, 128, 256, 1000)
 
 
-def _maxsim_operands(shape: Shape, options: Options) -> dict[str, Operand]:
+def _operands(shape: Shape, options: Options) -> dict[str, Operand]:
     queries, documents, query_length, document_length, width = shape
     return {
         "queries": Operand((queries, query_length, width)),
         "documents": Operand((documents, document_length, width), width**-0.5),
     }
-
-
-def _maxsim_flops(shape: Shape, options: Options) -> int:
-    queries, documents, query_length, document_length, width = shape
-    return 2 * queries * query_length * documents * document_length * width
-
-
-class _MaxSimCase(Case):
-    """The gradients add up what was chosen alone: no further product is needed."""
-
-    def flops(self, shape: Shape, options: Options, backward: bool) -> int:
-        queries, documents, query_length, _, width = shape
-        chosen = 2 * queries * query_length * documents * width
-        return self.forward_flops(shape, options) + (2 * chosen if backward else 0)
 
 
 def _trials(device: Device) -> Iterator[Trial]:
@@ -56,29 +42,26 @@ def _trials(device: Device) -> Iterator[Trial]:
             yield Trial("maxsim", Options(), (7, 13, 31, 130, width), dtype, "generic")
 
 
-CASE = _MaxSimCase(
+CASE = Case(
     name="maxsim",
+    operation="maxsim",
+    place=3,
     letters=("Q", "D", "Lq", "Ld", "d"),
-    has_activation=False,
     meaning="queries × documents × query tokens × document tokens × width",
-    parameters=frozenset(),
-    flags=frozenset(),
     grids=(
         Grid(
-            name="maxsim",
-            title="MaxSim",
-            options=Options("identity"),
-            shapes=((1, 10_000, 32, 300, 128), (128, 128, 32, 300, 128), (32, 32, 1024, 1024, 128)),
-            shapes_without_gpu=((4, 6, 8, 30, 32), (3, 5, 7, 33, 24)),
+            "maxsim", "MaxSim", Options(),
+            ((1, 10_000, 32, 300, 128), (128, 128, 32, 300, 128), (32, 32, 1024, 1024, 128)),
+            ((4, 6, 8, 30, 32), (3, 5, 7, 33, 24)),
         ),
     ),
-    operands=_maxsim_operands,
-    forward_flops=_maxsim_flops,
+    has_activation=False,
+    operands=_operands,
+    keywords=lambda options: {},
     ours=functional.maxsim,
     torch_expression=reference.maxsim,
-    operation="maxsim",
-    keywords=lambda options: {},
+    # The gradients add up the chosen tokens alone: no further product is needed.
+    backward_flops=lambda shape, options: 2 * one_product(shape, options) // shape[3],
     trials=_trials,
     few_trials=(Trial("maxsim", Options(), (3, 4, 5, 33, 24), "fp16"),),
-    place=3,
-)
+)  # fmt: skip

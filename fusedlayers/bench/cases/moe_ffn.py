@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -15,7 +15,8 @@ from ...planning import Device
 from .case import DTYPES, Case, Grid, Operand, Options, Shape
 from .trial import Trial
 
-# Width, hidden units, experts and experts of a token of the trials: whole tiles, and tails in all of them.
+_SHAPES = ((16384, 2048, 768, 128, 8), (8192, 4096, 14336, 8, 2), (16384, 1024, 512, 64, 6))
+# Of the trials, width, hidden units, experts and experts of a token: whole tiles, and tails in all of them.
 _WHOLE, _RAGGED = (256, 128, 4, 2), (200, 72, 5, 3)
 
 
@@ -82,16 +83,6 @@ def _as_in_models(
     return found[back].view(x.shape[0], k, -1).sum(1).to(x.dtype)
 
 
-def _liger() -> Callable[..., Tensor]:
-    from liger_kernel.ops.fused_moe import LigerFusedMoEFunction
-
-    def experts(x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, w_up: Tensor, w_down: Tensor) -> Tensor:
-        found: Tensor = LigerFusedMoEFunction.apply(x, w_up, w_down, top_k_index.to(torch.int32), top_k_weights)
-        return found
-
-    return experts
-
-
 def _trials(device: Device) -> Iterator[Trial]:
     for gated in (False, True):
         relu, plain = (Options(activation, gated=gated, bias=True) for activation in ("relu", "identity"))
@@ -109,38 +100,29 @@ def _trials(device: Device) -> Iterator[Trial]:
 
 CASE = Case(
     name="moe_ffn",
+    operation="moe_ffn",
+    place=11,
     letters=("M", "K", "N", "E", "k"),
     meaning="tokens × d_model × d_ff × experts × experts of a token",
-    parameters=frozenset({"w_up", "w_down", "b_up", "b_down"}),
-    flags=frozenset({"recompute", "skewed"}),
     grids=(
         Grid(
-            name="moe_ffn",
-            title="Experts",
-            options=Options("silu", gated=True),
-            shapes=(
-                (16384, 2048, 768, 128, 8),
-                (8192, 4096, 14336, 8, 2),
-                (16384, 1024, 512, 64, 6),
-                (64, 2048, 768, 128, 8),
-            ),
-            shapes_without_gpu=((40, 24, 40, 5, 2), (17, 16, 24, 4, 3)),
+            "moe_ffn", "Experts", Options("silu", gated=True), (*_SHAPES, (64, 2048, 768, 128, 8)),
+            ((40, 24, 40, 5, 2), (17, 16, 24, 4, 3)),
         ),
         Grid(
-            name="moe_ffn_skewed",
-            title="Experts whose tokens follow Zipf's law",
-            options=Options("silu", gated=True, skewed=True),
-            shapes=((16384, 2048, 768, 128, 8), (8192, 4096, 14336, 8, 2), (16384, 1024, 512, 64, 6)),
-            shapes_without_gpu=((40, 24, 40, 5, 2),),
+            "moe_ffn_skewed", "Experts whose tokens follow Zipf's law", Options("silu", gated=True, skewed=True),
+            _SHAPES, ((40, 24, 40, 5, 2),),
         ),
     ),
+    flags=frozenset({"recompute", "skewed"}),
     operands=_operands,
-    forward_flops=_flops,
+    parameters=frozenset({"w_up", "w_down", "b_up", "b_down"}),
+    keywords=_keywords,
     ours=functional.moe_ffn,
     torch_expression=_as_in_models,
-    operation="moe_ffn",
-    keywords=_keywords,
-    # Of some 100,000 tiles of a gradient torch is lucky in one or two, as long as few rows of an expert decide them.
+    forward_flops=_flops,
+    # As long as few rows of an expert decide them, torch's error is small by chance in one or two of some 100,000 tiles
+    # of a gradient.
     draws=8,
     independent=_least_rows,
     trials=_trials,
@@ -149,6 +131,4 @@ CASE = Case(
         Trial("moe_ffn", Options("identity"), (17, 16, 24, 4, 3), "fp32", "recomputing"),
         Trial("moe_ffn", Options("relu", gated=True), (9, 40, 36, 4, 1), "fp16", backward=False),
     ),
-    place=11,
-    peers={"Liger": _liger},
-)
+)  # fmt: skip

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 
 from ... import functional, reference
@@ -49,41 +48,29 @@ def _trials(device: Device) -> Iterator[Trial]:
 
 CASE = Case(
     name="split_k",
+    operation="linear",
+    place=6,
     letters=("M", "N", "K"),
     meaning="rows × output columns × input columns",
-    parameters=frozenset({"weight", "bias"}),
-    flags=frozenset({"bias"}),
     grids=(
         Grid(
-            name="split_k",
-            title="Linear, few rows and columns, a long inner axis",
-            options=Options(),
-            shapes=(
-                (64, 64, 65536),
-                (16, 16, 1048576),
-                (128, 128, 262144),
-                (256, 256, 65536),
-                (1, 4096, 4096),
-                (1, 4096, 14336),
-                (16, 1024, 4096),
-                (16, 4096, 14336),
-                (64, 4096, 4096),
-                (64, 1024, 8192),
+            "split_k", "Linear, few rows and columns, a long inner axis", Options(),
+            (
+                (64, 64, 65536), (16, 16, 1048576), (128, 128, 262144), (256, 256, 65536), (1, 4096, 4096),
+                (1, 4096, 14336), (16, 1024, 4096), (16, 4096, 14336), (64, 4096, 4096), (64, 1024, 8192),
             ),
-            shapes_without_gpu=((5, 24, 300), (1, 40, 700)),
+            ((5, 24, 300), (1, 40, 700)),
         ),
     ),
+    flags=frozenset({"bias"}),
     operands=_operands,
-    forward_flops=lambda shape, options: 2 * math.prod(shape),
+    parameters=frozenset({"weight", "bias"}),
     ours=functional.linear,
     torch_expression=reference.linear,
-    operation="linear",
-    keywords=lambda options: {"activation": options.activation},
     rotating=True,
     trials=_trials,
     few_trials=(
         Trial("split_k", Options(bias=True), (1, 40, 700), "fp16"),
         Trial("split_k", Options("relu", bias=True), (5, 24, 300), "fp32", backward=False),
     ),
-    place=6,
-)
+)  # fmt: skip

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 
 from ... import functional, reference
@@ -29,37 +28,28 @@ def _trials(device: Device) -> Iterator[Trial]:
 
 CASE = Case(
     name="weight_gradient",
+    operation="weight_gradient",
+    place=5,
     letters=("M", "O", "K"),
     meaning="tokens × output columns × input columns",
-    parameters=frozenset(),
-    flags=frozenset({"bias"}),
     grids=(
         Grid(
-            name="weight_gradient",
-            title="Weight and bias gradient, dW = dyᵀ x and db = Σ dy",
-            options=Options(bias=True),
-            shapes=(
-                (8192, 4096, 1024),
-                (65536, 1024, 256),
-                (131072, 512, 128),
-                (131072, 256, 256),
-                (16384, 4096, 4096),
-                (65536, 512, 512),
-                (262144, 128, 512),
+            "weight_gradient", "Weight and bias gradient, dW = dyᵀ x and db = Σ dy", Options(bias=True),
+            (
+                (8192, 4096, 1024), (65536, 1024, 256), (131072, 512, 128), (131072, 256, 256), (16384, 4096, 4096),
+                (65536, 512, 512), (262144, 128, 512),
             ),
-            shapes_without_gpu=((1024, 64, 96), (130, 48, 100)),
+            ((1024, 64, 96), (130, 48, 100)),
         ),
     ),
+    flags=frozenset({"bias"}),
+    has_activation=False,
     operands=_operands,
-    forward_flops=lambda shape, options: 2 * math.prod(shape),
+    keywords=lambda options: {"bias": options.bias},
     ours=functional.weight_gradient,
     torch_expression=reference.weight_gradient,
-    operation="weight_gradient",
-    keywords=lambda options: {"bias": options.bias},
     results=("dw", "db"),
     backward=False,
-    has_activation=False,
     trials=_trials,
     few_trials=(Trial("weight_gradient", Options(bias=True), (37, 24, 40), "fp16"),),
-    place=5,
-)
+)  # fmt: skip
