@@ -21,17 +21,13 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
-from tempfile import TemporaryDirectory
-
-import torch
 
 from fusedlayers.bench import record as records
-from fusedlayers.bench.arguments import add_record_options, chosen_device, positive, record_path, several
-from fusedlayers.bench.cases import CASES, DTYPES, Case, Shape
+from fusedlayers.bench.arguments import add_record_options, positive, record_path, several
+from fusedlayers.bench.cases import CASES, Case, Shape
 from fusedlayers.bench.contenders import AUTO, COMPILED, EAGER, FUSED, contender
 from fusedlayers.bench.record import Record
-from fusedlayers.bench.runner import Row, Settings, run, shape_text
+from fusedlayers.bench.runner import Row, Settings, is_right, shape_text
 from fusedlayers.bench.tables import (
     DIRECTIONS,
     ENOUGH,
@@ -48,6 +44,7 @@ from fusedlayers.bench.work import random_work
 from fusedlayers.functional.switches import switched
 
 from . import side_by_side
+from .endings import answered, chosen_gpu, measured_alone
 
 FAMILIES = tuple(name for name, case in CASES.items() if case.grids)
 # From here on a size is a multiple of 8, every other one of 64: models have such.
@@ -70,24 +67,17 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line, and return the exit status: 1 if a result is wrong or nothing can be measured."""
-    parser = build_parser()
-    words = sys.argv[1:] if arguments is None else arguments
-    chosen = parser.parse_args(words)
-    try:
-        device = chosen_device(chosen)
-        dtype = chosen.dtype or ("bf16" if device.type == "cuda" else "fp32")
-        path = record_path(chosen.output, "drawn", dtype, device)
-        for name in ("sizes", "processes"):
-            if getattr(chosen, name) < 1:
-                raise ValueError(f"argument --{name}: {getattr(chosen, name)}: expected 1 or more")
-    except ValueError as error:
-        parser.error(str(error))
-    if device.type != "cuda":
-        print("error: auto mode is timed beside torch, which needs a GPU", file=sys.stderr)
-        return 1
+    return answered(build_parser(), _run, arguments)
+
+
+def _run(chosen: argparse.Namespace, words: list[str]) -> int:
+    for name in ("sizes", "processes"):
+        if getattr(chosen, name) < 1:
+            raise ValueError(f"argument --{name}: {getattr(chosen, name)}: expected 1 or more")
+    device, dtype = chosen_gpu(chosen, "auto mode is timed beside torch"), chosen.dtype or "bf16"
+    path = record_path(chosen.output, "drawn", dtype, device)
     settings = Settings(
         dtype, device, seed=chosen.seed, timed=True, contenders=(EAGER, COMPILED, AUTO, FUSED), seconds=chosen.seconds,
-        commit=chosen.commit,
     )  # fmt: skip
     method: dict[str, object] = {
         "seconds_per_row": chosen.seconds, "seed": chosen.seed, "sizes": chosen.sizes, "processes": chosen.processes,
@@ -96,7 +86,7 @@ def main(arguments: list[str] | None = None) -> int:
     # One of each operation in turn, so that a budget leaves as many of all.
     jobs = [(family, number) for number in range(chosen.sizes) for family in chosen.families]
     until = None if chosen.budget is None else time.time() + chosen.budget
-    measure = partial(_measured, settings, words, until)
+    measure = partial(_measured, settings, until)
     found: dict[tuple[str, int], list[Record]] = {}
     right = True
     for job, (rows, green, said) in side_by_side.measured(measure, jobs, chosen.processes):
@@ -143,37 +133,27 @@ def _place(job: tuple[str, int]) -> tuple[int, int]:
     return FAMILIES.index(job[0]), job[1]
 
 
-def _measured(
-    settings: Settings, words: list[str], until: float | None, family: str, number: int
-) -> tuple[list[Record], bool, str]:
+def _measured(settings: Settings, until: float | None, family: str, number: int) -> tuple[list[Record], bool, str]:
     """What the record says about a row, forward and backward, whether nothing is wrong, and what was done in a line."""
     *_, row = drawn(CASES[family], number + 1, settings.seed)
     if until is not None and time.time() > until:
         return [], True, f"skip   {row.label}: the budget was spent"
     turns = side_by_side.turns()
-    try:
-        if turns is not None:
-            settings = replace(settings, shared=turns.shared, alone=turns.alone)
-            _compile(row, settings)
-        with TemporaryDirectory() as folder:
-            found, right = run([row], settings, words, Path(folder) / "record.json", say=lambda line: None)
-    except torch.OutOfMemoryError as error:
-        return [], True, f"skip   {row.label}: {str(error).splitlines()[0]}"
-    finally:
-        # What one process keeps for its next size, the others lack.
-        torch.cuda.empty_cache()
-    if not right:
-        return [], False, f"RED    {row.label}: {'; '.join(map(str, found['rows'][0]['verification']))}"
-    return [_short(timed) for timed in found["rows"]], True, f"timed  {row.label}"
+    if turns is not None:
+        settings = replace(settings, shared=turns.shared, alone=turns.alone)
+        _compile(row, settings)
+    entries = measured_alone(row, settings)
+    if not entries:
+        return [], True, f"skip   {row.label}: memory does not suffice"
+    if not all(map(is_right, entries)):
+        return [], False, f"RED    {row.label}: {'; '.join(map(str, entries[0]['verification']))}"
+    return [_short(entry) for entry in entries], True, f"timed  {row.label}"
 
 
 def _compile(row: Row, settings: Settings) -> None:
     """What verification will run, so that nobody waits for a compiler while this process has a share of the GPU."""
     for backward in (False, True)[: 1 + row.case.backward]:
-        work = random_work(
-            row.case, row.options, row.shape, init=settings.init, dtype=DTYPES[settings.dtype], device=settings.device,
-            seed=settings.seed, backward=backward,
-        )  # fmt: skip
+        work = random_work(row.case, row.options, row.shape, settings.draw, backward)
         for name in (AUTO, FUSED):
             ours = contender(name, row.case, row.options)
             # Verification will say what failed.

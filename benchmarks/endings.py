@@ -8,25 +8,31 @@ from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
+import torch
+
 from fusedlayers.bench import record as records
+from fusedlayers.bench.arguments import chosen_device
 from fusedlayers.bench.record import Record
+from fusedlayers.bench.runner import Row, Settings, measured
 
-from .plots import draw
+from .plots import MatplotlibMissingError, draw
 
 
-def finish(record: Record, path: Path, tables: ModuleType, passed: str, *, plotting: bool) -> bool:
-    """Write the record, draw it where that is asked for, and print it; whether all of that could be done.
+def finish(record: Record, path: Path, tables: ModuleType, passed: str, *, plotting: bool) -> None:
+    """Write the record, draw it where that is asked for, and print it.
 
     ``tables`` has ``plot``, ``table`` and ``over_limits`` for such records; ``passed`` says what a line of the last is.
+
+    Raises:
+        MatplotlibMissingError: the record cannot be drawn.
     """
     records.finish(record, path)
     print(f"\nrecord: {path}")
-    if plotting and not draw(tables.plot, record, path):
-        return False
+    if plotting:
+        draw(tables.plot, record, path)
     tables.table(record).show()
     for line in tables.over_limits(record):
         print(f"{passed}: {line}")
-    return True
 
 
 def over_torch(row: Record, name: str) -> float | None:
@@ -42,9 +48,43 @@ def day_and_commit(record: Record) -> str:
 def answered(
     parser: argparse.ArgumentParser, run: Callable[[argparse.Namespace, list[str]], int], arguments: list[str] | None
 ) -> int:
-    """The exit status of ``run`` on the words of a command line; a ValueError ends it as a bad option does."""
+    """The exit status of ``run`` on the words of a command line.
+
+    A ValueError ends it as a bad option does, and what the machine lacks with the status 1.
+    """
     words = sys.argv[1:] if arguments is None else arguments
     try:
         return run(parser.parse_args(words), words)
     except ValueError as error:
         parser.error(str(error))
+    except (MatplotlibMissingError, NoGPUError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+
+
+class NoGPUError(RuntimeError):
+    """There is no GPU to time anything on."""
+
+
+def chosen_gpu(chosen: argparse.Namespace, what: str) -> torch.device:
+    """The device of ``--device``; ``what`` says what is timed.
+
+    Raises:
+        ValueError: there is no such device; the message names the argument.
+        NoGPUError: it is no GPU.
+    """
+    device = chosen_device(chosen)
+    if device.type != "cuda":
+        raise NoGPUError(f"{what}, which needs a GPU")
+    return device
+
+
+def measured_alone(row: Row, settings: Settings) -> list[Record]:
+    """The entries of one row, forward and backward, without a word; none where memory does not suffice."""
+    try:
+        return [*measured([row], settings, say=lambda line: None)]
+    except torch.OutOfMemoryError:
+        return []
+    finally:
+        # What a process keeps for its next row, others lack.
+        torch.cuda.empty_cache()

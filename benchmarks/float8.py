@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
 from fusedlayers.bench import record as records
-from fusedlayers.bench.arguments import add_record_options, chosen_device, positive, record_path
+from fusedlayers.bench.arguments import add_record_options, positive, record_path
 from fusedlayers.bench.contenders import AUTO_SWITCHES
 from fusedlayers.bench.record import Record
 from fusedlayers.bench.runner import FORWARD, FORWARD_BACKWARD, shape_text
@@ -49,7 +49,7 @@ from fusedlayers.functional.dispatch import decisions
 from fusedlayers.functional.float8 import forget_weights
 from fusedlayers.functional.switches import switched
 
-from .endings import day_and_commit
+from .endings import answered, chosen_gpu, day_and_commit
 from .float8_layers import BF16, COMPILED, FP8, KEPT, LAYERS, SEPARATE, TORCH, Layer, contenders
 
 # The least signal over noise, in dB, beside eager torch.
@@ -245,19 +245,14 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line, and return the exit status."""
-    words = sys.argv[1:] if arguments is None else arguments
-    parser = build_parser()
-    chosen = parser.parse_args(words)
-    try:
-        device = chosen_device(chosen)
-        if chosen.dtype not in (None, "bf16"):
-            raise ValueError(f"argument --dtype: {chosen.dtype}: expected bf16, which torch._scaled_mm returns")
-        path = record_path(chosen.output, "float8", "bf16", device)
-    except ValueError as error:
-        parser.error(str(error))
-    if device.type != "cuda":
-        print("error: products in 8 bits are timed beside torch, which needs a GPU", file=sys.stderr)
-        return 1
+    return answered(build_parser(), _run, arguments)
+
+
+def _run(chosen: argparse.Namespace, words: list[str]) -> int:
+    if chosen.dtype not in (None, "bf16"):
+        raise ValueError(f"argument --dtype: {chosen.dtype}: expected bf16, which torch._scaled_mm returns")
+    device = chosen_gpu(chosen, "products in 8 bits are timed beside torch")
+    path = record_path(chosen.output, "float8", "bf16", device)
     clock, started, right = clock_for(device), time.perf_counter(), True
     method = {"seconds_per_row": chosen.seconds, "cold_cache_bytes": clock.cold_cache_bytes, "seed": chosen.seed}
     record = records.new_record(words, device, method, chosen.commit)

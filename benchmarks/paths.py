@@ -14,18 +14,16 @@ import random
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
-import torch
-
 from fusedlayers.bench import record as records
-from fusedlayers.bench.arguments import add_record_options, chosen_device, record_path, several
+from fusedlayers.bench.arguments import add_record_options, record_path, several
 from fusedlayers.bench.cases import ALL, Grid, Options
 from fusedlayers.bench.contenders import AUTO, EAGER, FUSED
-from fusedlayers.bench.runner import Row, Settings, run
+from fusedlayers.bench.runner import Row, Settings, is_right
 from fusedlayers.bench.tables import KINDS
+
+from .endings import answered, chosen_gpu, measured_alone
 
 SECONDS = 0.12
 # The most floating-point operations of a forward pass, and elements of an operand.
@@ -116,20 +114,14 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line, and return the exit status: 1 if a result is wrong or nothing can be measured."""
-    words = sys.argv[1:] if arguments is None else arguments
-    parser = build_parser()
-    chosen = parser.parse_args(words)
-    try:
-        device = chosen_device(chosen)
-        path = record_path(chosen.output, "paths", chosen.dtype or "bf16", device)
-    except ValueError as error:
-        parser.error(str(error))
-    if device.type != "cuda":
-        print("error: paths are timed beside torch, which needs a GPU", file=sys.stderr)
-        return 1
+    return answered(build_parser(), _run, arguments)
+
+
+def _run(chosen: argparse.Namespace, words: list[str]) -> int:
+    device, dtype = chosen_gpu(chosen, "paths are timed beside torch"), chosen.dtype or "bf16"
+    path = record_path(chosen.output, "paths", dtype, device)
     settings = Settings(
-        chosen.dtype or "bf16", device, seed=chosen.seed, timed=True, contenders=(EAGER, AUTO, FUSED), seconds=SECONDS,
-        commit=chosen.commit,
+        dtype, device, seed=chosen.seed, timed=True, contenders=(EAGER, AUTO, FUSED), seconds=SECONDS,
     )  # fmt: skip
     record = records.new_record(words, device, {"seconds_per_row": SECONDS, "seed": chosen.seed}, chosen.commit)
     until, right = time.time() + (chosen.budget or math.inf), True
@@ -138,18 +130,12 @@ def main(arguments: list[str] | None = None) -> int:
             if time.time() > until:
                 break
             row = drawn(family, number, chosen.seed)
-            try:
-                with TemporaryDirectory() as folder:
-                    found, green = run([row], settings, words, Path(folder) / "record.json", say=lambda line: None)
-            except torch.OutOfMemoryError:
-                print(f"skip   {row.label}: out of memory")
-                continue
-            finally:
-                torch.cuda.empty_cache()
+            entries = measured_alone(row, settings)
+            green = all(map(is_right, entries))
             right &= green
-            print(f"{'timed ' if green else 'RED   '} {row.label}", flush=True)
+            print(f"{'timed ' if entries and green else 'skip  ' if green else 'RED   '} {row.label}", flush=True)
             if green:
-                record["rows"] += map(short, found["rows"])
+                record["rows"] += map(short, entries)
                 records.write(record, path)
     records.finish(record, path)
     print(f"record: {path}: {len(record['rows'])} rows")

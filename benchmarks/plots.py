@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -56,19 +55,15 @@ def plot(record: Record, path: Path) -> list[Path]:
     return written
 
 
-def draw(plot_of: Callable[[Record, Path], list[Path]], record: Record, path: Path) -> bool:
-    """Draw a record, and print which pictures there are, or why there are none: then False.
+def draw(plot_of: Callable[[Record, Path], list[Path]], record: Record, path: Path) -> None:
+    """Draw a record, and print which pictures there are.
 
     Raises:
         ValueError: the record holds no times.
+        MatplotlibMissingError: matplotlib is not installed.
     """
-    try:
-        for picture in plot_of(record, path):
-            print(f"plot:   {picture}")
-    except MatplotlibMissingError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return False
-    return True
+    for picture in plot_of(record, path):
+        print(f"plot:   {picture}")
 
 
 def figure_class() -> Any:

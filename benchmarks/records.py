@@ -33,8 +33,8 @@ def main(arguments: list[str] | None = None) -> int:
         elif chosen.name == "update":
             write(updated(record, read(chosen.newer)), chosen.file)
         else:
-            return int(not draw(record, chosen.file))
-    except (ValueError, OSError) as error:
+            draw(record, chosen.file)
+    except (ValueError, OSError, plots.MatplotlibMissingError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     return 0
@@ -66,13 +66,14 @@ def markdown(record: Record) -> str:
     return shown
 
 
-def draw(record: Record, path: Path) -> bool:
-    """Draw the pictures of any record beside ``path``, and print which there are, or why there are none: then False.
+def draw(record: Record, path: Path) -> None:
+    """Draw the pictures of any record beside ``path``, and print which there are.
 
     Raises:
         ValueError: the record holds no times.
+        MatplotlibMissingError: matplotlib is not installed.
     """
-    return plots.draw(_OTHERS.get(_case(record), plots).plot, record, path)
+    plots.draw(_OTHERS.get(_case(record), plots).plot, record, path)
 
 
 def _case(record: Record) -> str:

@@ -196,8 +196,8 @@ def _run(chosen: argparse.Namespace, words: list[str]) -> int:
                     print(f"  {row['direction']}, {verdict['contender']}: RED: {verdict['reason']}")
         record["rows"] += rows
         records.write(record, path)
-    finished = finish(record, path, step_tables, "slower than without us", plotting=chosen.plot)
-    return 1 if red or not finished else 0
+    finish(record, path, step_tables, "slower than without us", plotting=chosen.plot)
+    return int(red)
 
 
 def _usual_contenders() -> tuple[str, ...]:

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from fusedlayers.bench import record as records
-from fusedlayers.bench.arguments import parse_shape, positive
-from fusedlayers.bench.cases import DTYPES, Shape
+from fusedlayers.bench.arguments import add_record_options, parse_shape, positive, record_path
+from fusedlayers.bench.cases import DTYPES, Draw, Shape
 from fusedlayers.bench.cases.split_k import CASE as SPLIT_K
 from fusedlayers.bench.contenders import EAGER, FUSED_SWITCHES, Contender, contender
 from fusedlayers.bench.record import Record
@@ -27,9 +27,9 @@ from fusedlayers.bench.runner import shape_text
 from fusedlayers.bench.tables import NONE, Table
 from fusedlayers.bench.timing import NotTimed, clock_for, measure
 from fusedlayers.bench.work import random_work, reference_results, timed_work
-from fusedlayers.folders import check_folder
 from fusedlayers.functional.switches import switched
 
+from .endings import answered, chosen_gpu
 from .plots import draw, figure_class, save
 
 SPLITS = (1, 2, 3, 5, 8, 16, 32, 64, 128, 256)
@@ -46,56 +46,48 @@ def build_parser() -> argparse.ArgumentParser:
         nargs="+",
         metavar="MxNxK",
     )
-    parser.add_argument("--dtype", choices=DTYPES, default="bf16")
     parser.add_argument("--seconds", type=positive, default=0.5, help="timing per shape, beside warm-up (default: 0.5)")
-    parser.add_argument("--output", type=Path, default=Path("outputs/bench"), help="folder (default: outputs/bench)")
-    parser.add_argument("--commit", help="of the sources, where they are no git clone")
+    add_record_options(parser)
     return parser
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line, and return the exit status."""
-    parser = build_parser()
-    chosen = parser.parse_args(arguments)
-    try:
-        check_folder(chosen.output)
-    except ValueError as error:
-        parser.error(f"argument --output: {error}")
-    if not torch.cuda.is_available():
-        print("error: the sweep times kernels, which needs a GPU", file=sys.stderr)
-        return 1
-    device = torch.device("cuda", torch.cuda.current_device())
-    clock = clock_for(device)
+    return answered(build_parser(), _run, arguments)
+
+
+def _run(chosen: argparse.Namespace, words: list[str]) -> int:
+    device, dtype = chosen_gpu(chosen, "the sweep times kernels"), chosen.dtype or "bf16"
+    path = record_path(chosen.output, "split_k_sweep", dtype, device)
     method = {
         "seconds_per_row": chosen.seconds,
-        "cold_cache_bytes": clock.cold_cache_bytes,
+        "cold_cache_bytes": clock_for(device).cold_cache_bytes,
         "init": "normal",
-        "seed": 0,
+        "seed": chosen.seed,
     }
-    record = records.new_record(sys.argv[1:] if arguments is None else arguments, device, method, chosen.commit)
-    kind = torch.cuda.get_device_name(device).lower().replace(" ", "-")
-    path = chosen.output / f"split_k_sweep-{chosen.dtype}-{kind}.json"
+    record = records.new_record(words, device, method, chosen.commit)
     for shape in chosen.shape or SHAPES:
-        record["rows"].append(_row(shape, chosen.dtype, device, chosen.seconds))
+        record["rows"].append(_row(shape, dtype, device, chosen.seconds, chosen.seed))
         records.write(record, path)
         print(table(record["rows"][-1]).plain())
     records.finish(record, path)
     print(f"record: {path}")
-    return int(not draw(plot, record, path))
+    draw(plot, record, path)
+    return 0
 
 
-def _row(shape: Shape, dtype: str, device: torch.device, seconds: float) -> Record:
+def _row(shape: Shape, dtype: str, device: torch.device, seconds: float, seed: int) -> Record:
     """Time and errors of torch, of every split factor, and of the planner's choice."""
-    drawn: dict[str, Any] = {"init": "normal", "dtype": DTYPES[dtype], "device": device, "backward": False}
+    drawn = Draw(DTYPES[dtype], device, seed=seed)
     options = SPLIT_K.grids[0].options
     clock = clock_for(device)
     entrants = [contender(EAGER, SPLIT_K, options)]
     for split_k in (*SPLITS, "auto"):
         entrants.append(Contender(f"S = {split_k}", _with(split_k), FUSED_SWITCHES))
-    work = random_work(SPLIT_K, options, shape, seed=0, **drawn)
+    work = random_work(SPLIT_K, options, shape, drawn, backward=False)
     (truth,) = reference_results(SPLIT_K, options, work)
     errors = {entrant.name: _errors(_result(entrant, work), truth) for entrant in entrants}
-    rotating = timed_work(SPLIT_K, options, shape, seed=1, cold_cache_bytes=clock.cold_cache_bytes, **drawn)
+    rotating = timed_work(SPLIT_K, options, shape, drawn.another(1), False, clock.cold_cache_bytes)
     timings = measure(entrants, rotating, seconds=seconds, clock=clock)
     entries = {}
     for name, timing in timings.items():

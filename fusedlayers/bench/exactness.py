@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from .cases import Case, Options, Shape
+from .cases import Case, Draw, Options, Shape
 from .work import Work, random_work, reference_results
 
 # Activations that map integers to integers.
@@ -30,10 +30,7 @@ def exact_work(
             f"--init integer: activation {options.activation} leaves the integers; expected one of {known}"
         )
     for density in _DENSITIES:
-        work = random_work(
-            case, options, shape, init="integer", dtype=dtype, device=device, seed=seed, backward=case.backward,
-            density=density,
-        )  # fmt: skip
+        work = random_work(case, options, shape, Draw(dtype, device, "integer", seed, density), case.backward)
         # In one thread, because the watch belongs to a thread.
         with torch.autograd.set_multithreading_enabled(False), ExactnessWatch() as watch:
             truth = reference_results(case, options, work)

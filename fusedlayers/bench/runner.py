@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from itertools import groupby
@@ -15,7 +15,7 @@ import torch
 
 from . import record as records
 from . import tables
-from .cases import DTYPES, Case, Grid, Options, Shape
+from .cases import DTYPES, Case, Draw, Grid, Options, Shape
 from .contenders import AUTO, FUSED, Contender, contender, our_paths, our_plan, why_untimed
 from .memory import peak_bytes, saved_bytes
 from .record import Record
@@ -65,6 +65,11 @@ class Settings:
     shared: Callable[[], AbstractContextManager[object]] = nullcontext
     alone: Callable[[], AbstractContextManager[object]] = nullcontext
 
+    @property
+    def draw(self) -> Draw:
+        """How inputs are drawn."""
+        return Draw(DTYPES[self.dtype], self.device, self.init, self.seed)
+
     def shapes(self, grid: Grid) -> tuple[Shape, ...]:
         """The shapes of a grid for this device."""
         return grid.shapes if self.device.type == "cuda" else grid.shapes_without_gpu
@@ -78,36 +83,43 @@ def shape_text(shape: Shape | list[int]) -> str:
 def run(
     rows: list[Row], settings: Settings, arguments: list[str], path: Path, say: Callable[[str], None] = print
 ) -> tuple[Record, bool]:
-    """(the record, whether everything verified is right). The record is on disk at ``path`` after every row.
-
-    No row of an operation is timed unless all of them are right; those of one operation follow one another.
-    """
-    started = time.perf_counter()
-    clock = clock_for(settings.device)
+    """(the record, whether everything verified is right). The record is on disk at ``path`` after every row."""
     method: dict[str, object] = {
         "seconds_per_row": settings.seconds,
-        "cold_cache_bytes": clock.cold_cache_bytes,
+        "cold_cache_bytes": clock_for(settings.device).cold_cache_bytes,
         "init": settings.init,
         "seed": settings.seed,
     }
     record = records.new_record(arguments, settings.device, method, settings.commit, settings.libraries)
-    right = True
+    for entry in measured(rows, settings, say):
+        record["rows"].append(entry)
+        records.write(record, path)
+    records.finish(record, path)
+    return record, all(map(is_right, record["rows"]))
+
+
+def is_right(entry: Record) -> bool:
+    """Whether nothing that was verified of a record's row is red."""
+    return all(each["status"] != "red" for each in entry["verification"])
+
+
+def measured(rows: list[Row], settings: Settings, say: Callable[[str], None] = print) -> Iterator[Record]:
+    """The record's entries of the rows, each verified and, if that is asked for, timed.
+
+    No row of an operation is timed unless all of them are right; those of one operation follow one another.
+    """
+    started = time.perf_counter()
     # One operation after the other, so that a run that is cut off has the times of the first ones.
     for _, group in groupby(rows, lambda row: row.case.name):
         verified = [(row, _verify(row, settings, say)) for row in group]
-        red = any(verification.red for _, found in verified for verification in found)
-        right = right and not red
-        timing = settings.timed and not red
+        timing = settings.timed and not any(each.red for _, found in verified for each in found)
         directions = settings.directions if timing else (FORWARD_BACKWARD,)
         for row, found in verified:
             for direction in directions if row.case.backward else (FORWARD,):
                 entry = _row_entry(row, settings, direction, found)
                 if timing:
                     entry |= _timed(row, settings, direction, entry, started, say)
-                record["rows"].append(entry)
-                records.write(record, path)
-    records.finish(record, path)
-    return record, right
+                yield entry
 
 
 def _verify(row: Row, settings: Settings, say: Callable[[str], None]) -> list[Verification]:
@@ -164,10 +176,8 @@ def _time(row: Row, settings: Settings, direction: str, entry: Record) -> Record
     # A row's compiled code is of no use to the next row, and many rows would exceed the compiler's limit of variants.
     torch._dynamo.reset()
     clock = clock_for(settings.device)
-    work = timed_work(
-        row.case, row.options, row.shape, init=settings.init, dtype=DTYPES[settings.dtype], device=settings.device,
-        seed=settings.seed + 2, backward=direction == FORWARD_BACKWARD, cold_cache_bytes=clock.cold_cache_bytes,
-    )  # fmt: skip
+    draw, backward = settings.draw.another(2), direction == FORWARD_BACKWARD
+    work = timed_work(row.case, row.options, row.shape, draw, backward, clock.cold_cache_bytes)
     paths = our_paths(row.case, row.options, work)
     unsupported = our_plan(row.case, row.options, work, backend="triton").unsupported
     timings: dict[str, Timing | NotTimed] = {}

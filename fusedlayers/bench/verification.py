@@ -5,14 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..closeness import Closeness, Evidence
 from ..functional.switches import switched
-from .cases import Case, Options, Shape
+from .cases import Case, Draw, Options, Shape
 from .contenders import AUTO, FUSED, contender, our_plan, why_not_forced
 from .exactness import exact_work, in_dtypes, inequality
 from .work import Work, random_work, reference_results, torch_results
@@ -149,9 +148,9 @@ def _drawn(
         yield work, truth, None
         return
     upstream: tuple[Tensor, ...] = ()
-    drawn: dict[str, Any] = {"init": init, "dtype": dtype, "device": device, "backward": case.backward}
+    draw = Draw(dtype, device, init, seed)
     for index in range((1 + AGAIN) * case.draws):
-        work = random_work(case, options, shape, seed=seed + 1009 * index, **drawn)
+        work = random_work(case, options, shape, draw.another(1009 * index), case.backward)
         # Errors grow with the upstream gradient: that of all draws is one.
         upstream = upstream or work.upstream
         work = replace(work, upstream=upstream)

@@ -5,12 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from .cases import Case, Inputs, Operand, Options, Results, Shape, as_tuple, draw
+from .cases import Case, Draw, Inputs, Operand, Options, Results, Shape, as_tuple
 
 # Values of an upstream gradient that differ from 0, however sparse the rest must be: there may be few in all.
 _FEWEST_UPSTREAM = 64
@@ -71,32 +70,23 @@ class Work:
         return torch.autograd.grad(results, tuple(self.leaves.values()), self.upstream) if self.backward else ()
 
 
-def random_work(
-    case: Case, options: Options, shape: Shape, *, init: str, dtype: torch.dtype, device: torch.device, seed: int,
-    backward: bool, density: float = 1.0,
-) -> Work:  # fmt: skip
-    """Fresh inputs, which want gradients if ``backward``, and random upstream gradients.
+def random_work(case: Case, options: Options, shape: Shape, draw: Draw, backward: bool) -> Work:
+    """Fresh inputs, which want gradients if ``backward``, and random upstream gradients: N(0, 1), or integers."""
+    inputs, another = case.inputs(shape, options, draw), draw.another(1)
+    generator = another.generator()
 
-    ``density`` is the share of non-zero values of ``init="integer"``.
-    """
-    inputs = case.inputs(shape, options, init=init, dtype=dtype, device=device, seed=seed, density=density)
-    generator = torch.Generator(device).manual_seed(seed + 1)
-    upstream_init = "integer" if init == "integer" else "normal"
-    upstream = tuple(
-        draw(
-            Operand(result),
-            upstream_init,
-            case.result_dtype or dtype,
-            device,
-            generator,
-            max(density, min(1.0, _FEWEST_UPSTREAM / max(math.prod(result), 1))),
-        )
-        for result in case.result_shapes(shape, options)
-    )
-    # What programs multiply a loss by: a loss scale, or the share of a micro-batch.
-    upstream = tuple(each if each.dim() else _power_of_two(each) for each in upstream)
+    def upstream(result: Shape) -> Tensor:
+        drawn = replace(
+            another,
+            dtype=case.result_dtype or draw.dtype,
+            init="integer" if draw.init == "integer" else "normal",
+            density=max(draw.density, min(1.0, _FEWEST_UPSTREAM / max(math.prod(result), 1))),
+        ).tensor(Operand(result), generator)
+        # What programs multiply a loss by: a loss scale, or the share of a micro-batch.
+        return drawn if drawn.dim() else _power_of_two(drawn)
+
     frozen = frozenset(name for name, operand in case.operands(shape, options).items() if operand.frozen)
-    work = Work(inputs, upstream, backward, frozen=frozen)
+    work = Work(inputs, tuple(map(upstream, case.result_shapes(shape, options))), backward, frozen=frozen)
     for leaf in work.leaves.values():
         leaf.requires_grad_(backward)
     return work
@@ -108,22 +98,16 @@ def _power_of_two(value: Tensor) -> Tensor:
     return torch.ldexp(mantissa.sign(), exponent - 1)
 
 
-def timed_work(
-    case: Case, options: Options, shape: Shape, *, dtype: torch.dtype, device: torch.device, seed: int,
-    cold_cache_bytes: int, **drawn: Any,
-) -> Work:  # fmt: skip
+def timed_work(case: Case, options: Options, shape: Shape, draw: Draw, backward: bool, cold_cache_bytes: int) -> Work:
     """:func:`random_work` for a clock, which evicts so many bytes from the cache between two runs.
 
     Rotating work is followed by the same on other tensors, that many bytes of inputs in all.
     """
     count = 1
     if case.rotating:
-        one = case.moved_bytes(shape, options, dtype, False)
+        one = case.moved_bytes(shape, options, draw.dtype, False)
         count = min(_MOST_IN_ROTATION, max(2, -(-cold_cache_bytes // one)))
-    first, *others = (
-        random_work(case, options, shape, dtype=dtype, device=device, seed=seed + 7 * index, **drawn)
-        for index in range(count)
-    )
+    first, *others = (random_work(case, options, shape, draw.another(7 * index), backward) for index in range(count))
     return replace(first, rotation=tuple(others))
 
 

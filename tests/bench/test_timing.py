@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fusedlayers.bench import contenders, timing
-from fusedlayers.bench.cases import CASES, Options
+from fusedlayers.bench.cases import CASES, Draw, Options
 from fusedlayers.bench.memory import saved_bytes
 from fusedlayers.bench.work import Work, random_work
 
@@ -41,9 +41,7 @@ def test_costs_are_those_of_the_published_floors() -> None:
 
 def test_saved_bytes_count_each_activation_once_and_no_parameter() -> None:
     rows, width, hidden = shape = (64, 16, 48)
-    work = random_work(
-        FFN, PLAIN, shape, init="normal", dtype=torch.float32, device=CPU, seed=0, backward=True
-    )  # fmt: skip
+    work = random_work(FFN, PLAIN, shape, Draw(torch.float32, CPU), backward=True)
     eager = contenders.contender(contenders.EAGER, FFN, PLAIN)
     # x, the pre-activation and the hidden.
     assert saved_bytes(eager, work, FFN.parameters) == 4 * rows * (width + 2 * hidden)
@@ -54,9 +52,7 @@ def test_saved_bytes_count_each_activation_once_and_no_parameter() -> None:
 
 
 def test_a_checkpoint_gives_the_gradients_of_the_expression_that_it_repeats() -> None:
-    work = random_work(
-        FFN, PLAIN, (64, 16, 48), init="normal", dtype=torch.float32, device=CPU, seed=0, backward=True
-    )  # fmt: skip
+    work = random_work(FFN, PLAIN, (64, 16, 48), Draw(torch.float32, CPU), backward=True)
     calls: list[None] = []
 
     def expression(**inputs: torch.Tensor) -> torch.Tensor:

@@ -54,7 +54,7 @@ def test_integer_inputs_stay_exact(case: cases.Case, options: Options, shape: ca
 
 def test_frozen_operands_have_no_gradient_to_be_judged_or_counted() -> None:
     case, shape = CASES["lora_ffn"], (40, 24, 40, 4)
-    work = random_work(case, PLAIN, shape, init="normal", dtype=torch.float32, device=CPU, seed=0, backward=True)
+    work = random_work(case, PLAIN, shape, cases.Draw(torch.float32, CPU), backward=True)
     assert list(work.leaves) == ["x", "up_a", "up_b", "down_a", "down_b"]
     assert not any(work.inputs[name].requires_grad for name in ("w_up", "w_down", "b_up", "b_down"))
     found = verification.verify(case, PLAIN, shape, init="normal", dtype=torch.float32, device=CPU)

@@ -100,7 +100,7 @@ def test_kernels_are_timed_wherever_they_can_run(monkeypatch: pytest.MonkeyPatch
         return iter(())
 
     monkeypatch.setattr(side_by_side, "measured", measured)
-    monkeypatch.setattr(drawn, "chosen_device", lambda chosen: torch.device("cuda", 0))
+    monkeypatch.setattr(drawn, "chosen_gpu", lambda *given: torch.device("cuda", 0))
     monkeypatch.setattr(drawn, "record_path", lambda *given: tmp_path / "drawn.json")
     monkeypatch.setattr(drawn.records, "new_record", lambda *given: record(1e-3) | {"rows": []})
     assert drawn.main(["--sizes", "1"]) == 0
@@ -142,18 +142,19 @@ def test_a_size_is_verified_and_timed(several: bool, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(drawn, "drawn", lambda case, sizes, seed: iter([row]))
     monkeypatch.setattr(side_by_side, "_turns", side_by_side.Turns(threading, 2) if several else None)
     contenders = ("torch eager", "auto")
-    settings = Settings("fp32", cpu, seed=3, timed=True, contenders=contenders, seconds=0.01, commit="c")
-    rows, green, said = drawn._measured(settings, [], None, case.name, 0)
+    settings = Settings("fp32", cpu, seed=3, timed=True, contenders=contenders, seconds=0.01)
+    rows, green, said = drawn._measured(settings, None, case.name, 0)
     assert green
     assert said == f"timed  {row.label}"
     assert [each["launched"]["path"] for each in rows] == ["torch"]
-    assert drawn._measured(settings, [], time.time() - 1, case.name, 0) == (
+    assert drawn._measured(settings, time.time() - 1, case.name, 0) == (
         [],
         True,
         f"skip   {row.label}: the budget was spent",
     )
-    monkeypatch.setattr(drawn, "run", lambda *given, **named: ({"rows": [{"verification": ["wrong"]}]}, False))
-    assert drawn._measured(settings, [], None, case.name, 0) == ([], False, f"RED    {row.label}: wrong")
+    red = {"status": "red"}
+    monkeypatch.setattr(drawn, "measured_alone", lambda *given: [{"verification": [red]}])
+    assert drawn._measured(settings, None, case.name, 0) == ([], False, f"RED    {row.label}: {red}")
 
 
 def test_jobs_are_done_in_processes() -> None:

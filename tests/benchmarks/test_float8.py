@@ -127,7 +127,7 @@ def test_a_wrong_row_is_left_out_of_the_record(
         compilation = {COMPILED: 2.0, SEPARATE: 3.0}
         return record(title=layer.title, direction=direction, compilation=compilation)["rows"][0]
 
-    monkeypatch.setattr(float8, "chosen_device", lambda chosen: torch.device("cuda", 0))
+    monkeypatch.setattr(float8, "chosen_gpu", lambda *given: torch.device("cuda", 0))
     monkeypatch.setattr(float8, "record_path", lambda *given: tmp_path / "float8.json")
     monkeypatch.setattr(float8, "clock_for", lambda device: Clock())
     monkeypatch.setattr(float8, "measured", measured)

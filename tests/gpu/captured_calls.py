@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from fusedlayers import FusedFFN, MaxSim, SplitKLinear, planning
-from fusedlayers.bench.cases import ALL, CASES, Case, Options, Shape
+from fusedlayers.bench.cases import ALL, CASES, Case, Draw, Options, Shape
 from fusedlayers.bench.contenders import FUSED_SWITCHES
 from fusedlayers.bench.work import Work, random_work, reference_results
 from fusedlayers.closeness import compare_all
@@ -105,8 +105,8 @@ def recorded(call: CapturedCall, device: torch.device) -> Found:
     if planned[1] != call.kernels:
         return {"skipped": f"the kernels do not run here: {call}"}
     case, options, shape = call.case, call.options, call.shape
-    drawn: dict[str, Any] = {"init": "normal", "dtype": torch.bfloat16, "device": device, "backward": case.backward}
-    work = random_work(case, options, shape, seed=0, **drawn)
+    draw = Draw(torch.bfloat16, device)
+    work = random_work(case, options, shape, draw, case.backward)
     keywords = case.our_keywords(options)
 
     def step() -> tuple[Tensor, ...]:
@@ -125,7 +125,7 @@ def recorded(call: CapturedCall, device: torch.device) -> Found:
     }  # fmt: skip
     names = [*case.results[: len(replayed)], *(f"d{name}" for name in work.leaves if case.backward)]
     for seed in range(1, 1 + REPLAYS):
-        _overwrite(work, random_work(case, options, shape, seed=17 * seed, **drawn))
+        _overwrite(work, random_work(case, options, shape, draw.another(17 * seed), case.backward))
         graph.replay()
         ours = {name: tensor.clone() for name, tensor in zip(names, replayed, strict=True)}
         if call.chooses:

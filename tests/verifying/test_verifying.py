@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import fusedlayers as fl
 from fusedlayers import functional, verifying
-from fusedlayers.bench.cases import ALL, Case
+from fusedlayers.bench.cases import ALL, Case, Draw
 from fusedlayers.functional.operation import OPERATIONS
 from fusedlayers.kernels import gemm_gemm
 from fusedlayers.replacing import FFNRule
@@ -122,9 +122,7 @@ def test_linear_is_green() -> None:
 @pytest.mark.parametrize("case", ALL.values(), ids=lambda case: case.name)
 def test_every_operation_is_green_on_the_inputs_of_its_benchmark_case(case: Case) -> None:
     trial = case.few_trials[0]
-    inputs = case.inputs(
-        trial.shape, trial.options, init="normal", dtype=torch.float32, device=torch.device(DEVICE), seed=0
-    )
+    inputs = case.inputs(trial.shape, trial.options, Draw(torch.float32, torch.device(DEVICE)))
     found = fl.verify(getattr(functional, case.operation), **inputs, **case.our_keywords(trial.options))
     assert found.ok, found
 

@@ -8,7 +8,7 @@ import torch
 
 from ...devices import describe
 from ...planning.record import TORCH, Row
-from ..cases import DTYPES
+from ..cases import DTYPES, Draw
 from ..cases.trial import Trial
 from ..contenders import AUTO, COMPILED, EAGER, FUSED, contender, our_paths, our_plan
 from ..timing import NotTimed, clock_for, measure
@@ -36,10 +36,8 @@ def row_of(trial: Trial, device: torch.device, seconds: float) -> Row:
     # A call's compiled code is of no use to the next one, and many would exceed the compiler's limit of variants.
     torch._dynamo.reset()
     clock = clock_for(device)
-    work = timed_work(
-        case, options, trial.shape, init="normal", dtype=dtype, device=device, seed=2, backward=case.backward,
-        cold_cache_bytes=clock.cold_cache_bytes,
-    )  # fmt: skip
+    draw = Draw(dtype, device, seed=2)
+    work = timed_work(case, options, trial.shape, draw, case.backward, clock.cold_cache_bytes)
     if (reason := our_plan(case, options, work, backend="triton").unsupported) is not None:
         raise DroppedError(reason)
     paths = our_paths(case, options, work)

@@ -6,7 +6,7 @@ Everything else in this package works on any case.
 from importlib import import_module
 from pkgutil import iter_modules
 
-from .case import ALL, DTYPES, INITS, Case, Grid, Inputs, Operand, Options, Results, Shape, as_tuple, draw
+from .case import ALL, DTYPES, INITS, Case, Draw, Grid, Inputs, Operand, Options, Results, Shape, as_tuple
 
 # What the files of the cases share.
 _SHARED = ("case", "trial")
@@ -21,6 +21,7 @@ __all__ = [
     "DTYPES",
     "INITS",
     "Case",
+    "Draw",
     "Grid",
     "Inputs",
     "Operand",
@@ -28,5 +29,4 @@ __all__ = [
     "Results",
     "Shape",
     "as_tuple",
-    "draw",
 ]

@@ -62,6 +62,47 @@ class Operand:
 
 
 @dataclass(frozen=True)
+class Draw:
+    """How tensors are drawn: ``init`` is one of INITS, and ``density`` the share of non-zero integers."""
+
+    dtype: torch.dtype
+    device: torch.device
+    init: str = "normal"
+    seed: int = 0
+    density: float = 1.0
+
+    def another(self, number: int) -> Draw:
+        """The same with another seed, ``number`` further."""
+        return replace(self, seed=self.seed + number)
+
+    def generator(self) -> torch.Generator:
+        """A generator with the seed, for all tensors of a call."""
+        return torch.Generator(self.device).manual_seed(self.seed)
+
+    def tensor(self, operand: Operand, generator: torch.Generator) -> Tensor:
+        """A tensor of ``operand``: N(0, scale²), uniform with that deviation, zeros, or integers in -2 … 2."""
+        device = self.device
+        if operand.skewed:
+            likely = 1 / torch.arange(1, operand.classes + 1, device=device)
+            drawn = likely.multinomial(math.prod(operand.shape), replacement=True, generator=generator)
+            return drawn.view(operand.shape)
+        if operand.classes:
+            return torch.randint(operand.classes, operand.shape, generator=generator, device=device)
+        if self.init == "zeros":
+            return torch.zeros(operand.shape, dtype=self.dtype, device=device)
+        if self.init == "integer":
+            values = torch.randint(1, 3, operand.shape, generator=generator, device=device, dtype=torch.int8)
+            chance = torch.rand(operand.shape, generator=generator, device=device)
+            # One draw decides both: below half the density the value is negative, above the density it is zero.
+            signs = (chance < self.density).to(torch.int8) - 2 * (chance < self.density / 2).to(torch.int8)
+            return (values * signs).to(self.dtype)
+        if self.init == "uniform":
+            values = torch.rand(operand.shape, generator=generator, device=device) * 2 - 1
+            return (values * (operand.scale * math.sqrt(3))).to(self.dtype)
+        return (torch.randn(operand.shape, generator=generator, device=device) * operand.scale).to(self.dtype)
+
+
+@dataclass(frozen=True)
 class Grid:
     """A published table: its name (of a plot), its title, the options of all its rows, and the shapes."""
 
@@ -170,42 +211,7 @@ class Case:
         output = sum(math.prod(result) for result in self.result_shapes(shape, options))
         return dtype.itemsize * (inputs + output + (inputs + gradients + output if backward else 0))
 
-    def inputs(
-        self, shape: Shape, options: Options, *, init: str, dtype: torch.dtype, device: torch.device, seed: int,
-        density: float = 1.0,
-    ) -> dict[str, Tensor]:  # fmt: skip
-        """Fresh random inputs by name. ``density``: the share of non-zero values of ``init="integer"``."""
-        generator = torch.Generator(device).manual_seed(seed)
-        return {
-            name: draw(operand, init, dtype, device, generator, density)
-            for name, operand in self.operands(shape, options).items()
-        }
-
-
-def draw(
-    operand: Operand,
-    init: str,
-    dtype: torch.dtype,
-    device: torch.device,
-    generator: torch.Generator,
-    density: float = 1.0,
-) -> Tensor:
-    """A tensor of ``operand``'s shape: N(0, scale²), uniform with that deviation, zeros, or integers in -2 … 2."""
-    if operand.skewed:
-        likely = 1 / torch.arange(1, operand.classes + 1, device=device)
-        drawn = likely.multinomial(math.prod(operand.shape), replacement=True, generator=generator)
-        return drawn.view(operand.shape)
-    if operand.classes:
-        return torch.randint(operand.classes, operand.shape, generator=generator, device=device)
-    if init == "zeros":
-        return torch.zeros(operand.shape, dtype=dtype, device=device)
-    if init == "integer":
-        values = torch.randint(1, 3, operand.shape, generator=generator, device=device, dtype=torch.int8)
-        chance = torch.rand(operand.shape, generator=generator, device=device)
-        # One draw decides both: below half the density the value is negative, above the density it is zero.
-        signs = (chance < density).to(torch.int8) - 2 * (chance < density / 2).to(torch.int8)
-        return (values * signs).to(dtype)
-    if init == "uniform":
-        values = torch.rand(operand.shape, generator=generator, device=device) * 2 - 1
-        return (values * (operand.scale * math.sqrt(3))).to(dtype)
-    return (torch.randn(operand.shape, generator=generator, device=device) * operand.scale).to(dtype)
+    def inputs(self, shape: Shape, options: Options, draw: Draw) -> dict[str, Tensor]:
+        """Fresh random inputs by name."""
+        generator = draw.generator()
+        return {name: draw.tensor(operand, generator) for name, operand in self.operands(shape, options).items()}

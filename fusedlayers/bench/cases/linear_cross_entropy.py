@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ... import functional, reference
 from ...planning import Device
-from .case import DTYPES, Case, Grid, Operand, Options, Shape
+from .case import DTYPES, Case, Draw, Grid, Operand, Options, Shape
 from .trial import Trial
 
 # Vocabularies of the trials: one for every width of a block of columns, whole and ragged.
@@ -51,13 +51,10 @@ class HeadCase(Case):
     has_activation: bool = False
     draws: int = 3  # few tokens decide a tile of dW: those whose target or likeliest class is there
 
-    def inputs(
-        self, shape: Shape, options: Options, *, init: str, dtype: torch.dtype, device: torch.device, seed: int,
-        density: float = 1.0,
-    ) -> dict[str, Tensor]:  # fmt: skip
+    def inputs(self, shape: Shape, options: Options, draw: Draw) -> dict[str, Tensor]:
         """Fresh random inputs by name; of integers most targets are the largest class, so that losses stay small."""
-        found = super().inputs(shape, options, init=init, dtype=dtype, device=device, seed=seed, density=density)
-        if init != "integer":
+        found = super().inputs(shape, options, draw)
+        if draw.init != "integer":
             return found
         weight, target = found["linear_weight"].double(), found["target"]
         drawn = found["input"]
@@ -66,11 +63,9 @@ class HeadCase(Case):
             tied = top.values[:, 0] == top.values[:, -1]
             if not tied.any() or weight.shape[0] == 1:
                 break
-            again = super().inputs(
-                shape, options, init=init, dtype=dtype, device=device, seed=seed + 1000 * attempt, density=density
-            )
+            again = super().inputs(shape, options, draw.another(1000 * attempt))
             drawn = torch.where(tied[:, None], again["input"], drawn)
-        some = torch.arange(len(target), device=device) % 8 == 0
+        some = torch.arange(len(target), device=draw.device) % 8 == 0
         return found | {"input": drawn, "target": torch.where(some, target, top.indices[:, 0])}
 
 
