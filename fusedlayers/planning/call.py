@@ -9,6 +9,7 @@ from ..kernels.tuning import has_tanh
 from ..kernels.tuning.dtypes import FORMATS, KERNEL_DTYPES, SM90, UNKNOWN, Format
 from .devices import Device, floor_seconds
 from .record import LAUNCHED, REPLAYED, TORCH, estimate
+from .texts import in_brackets, in_words
 
 # Rows of what ``explain`` prints: (what, text).
 Facts = list[tuple[str, str]]
@@ -35,6 +36,16 @@ class Call:
     def __getstate__(self) -> dict[str, Any]:
         """The fields alone, for pickle and copy: another process hashes strings differently, so the hash stays here."""
         return {name: value for name, value in vars(self).items() if name in self.__dataclass_fields__}
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """The sizes that times depend on."""
+        raise NotImplementedError
+
+    @property
+    def empty(self) -> bool:
+        """Whether there is nothing to compute."""
+        return 0 in self.sizes
 
     @property
     def model_flops(self) -> tuple[int, int]:
@@ -70,11 +81,6 @@ class Call:
     def variant(self) -> str:
         """What sets calls apart whose times differ by little."""
         return ""
-
-    @property
-    def sizes(self) -> tuple[int, ...]:
-        """The sizes that times depend on."""
-        raise NotImplementedError
 
     def recorded(self, path: str, device: "Device") -> str:
         """The name of a path on record, where kernels of one path take very different times."""
@@ -179,10 +185,10 @@ class Decision:
     def summary(self, device: Device) -> str:
         """One sentence: what runs, and what that gains, or why torch runs."""
         if self.path == "torch":
-            return f"Runs through torch: {_in_brackets(self.why_torch(device))}."
+            return f"Runs through torch: {in_brackets(self.why_torch(device))}."
         passes = f", {direction(self.problem)}" if self.has_passes else ""
         gain = self.gain(device)
-        return f"Runs {self.runs()}{passes}{f': {_in_brackets(gain)}' if gain else ''}."
+        return f"Runs {self.runs()}{passes}{f': {in_brackets(gain)}' if gain else ''}."
 
     def runs(self) -> str:
         """Where a call runs that does not run through torch alone, in words that follow "runs"."""
@@ -316,15 +322,3 @@ def activation_accuracy(problem: Any, device: Device) -> str:
     accuracy: str = problem.format.accuracy
     # Coarse is a hardware instruction.
     return "half" if accuracy == "coarse" and not has_tanh(device.architecture) else accuracy
-
-
-def in_words(seconds: float) -> str:
-    """Seconds as people say them."""
-    scaled, unit = (1e6 * seconds, "µs") if seconds < 1e-3 else (1e3 * seconds, "ms")
-    return f"{scaled:.3g} {unit}" if scaled < 100 else f"{scaled:,.0f} {unit}"
-
-
-def _in_brackets(reason: str) -> str:
-    """A reason behind a colon: the details that follow a colon of its own go into brackets."""
-    head, colon, details = reason.partition(": ")
-    return f"{head} ({details})" if colon else reason

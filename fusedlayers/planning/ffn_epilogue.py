@@ -19,9 +19,9 @@ from ..kernels.tuning import (
 )
 from ..kernels.tuning.dtypes import GENERIC
 from . import hidden_gradient
-from .call import VECTOR, no_kernels
+from .call import VECTOR, Facts, no_kernels
 from .devices import Device
-from .hidden_gradient import HiddenGradientPlan, HiddenGradientProblem
+from .hidden_gradient import HiddenGradientPlan, HiddenGradientProblem, epilogue_text
 
 
 @dataclass(frozen=True)
@@ -36,6 +36,15 @@ class EpiloguePlan:
     hidden_pipeline: EpiloguePipeline | None
     gradient: HiddenGradientPlan | None
     data_gradient_pipeline: EpiloguePipeline | None = None
+
+    def facts(self) -> Facts:
+        """The tiles in words."""
+        rows = [("hidden tiles", epilogue_text(self.hidden_tiles, self.hidden_pipeline))]
+        if self.gradient is not None and self.gradient.tiles is not None:
+            rows.append(("hidden-gradient tiles", epilogue_text(self.gradient.tiles, self.gradient.pipeline)))
+        if self.data_gradient_pipeline is not None:
+            rows.append(("data-gradient tiles", epilogue_text(self.hidden_tiles, self.data_gradient_pipeline)))
+        return rows
 
 
 def plan(problem: Any, device: Device, columns: int, summed: bool = False) -> EpiloguePlan:

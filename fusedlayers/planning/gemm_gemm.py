@@ -7,17 +7,24 @@ through device memory.
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-from ..kernels.tuning import hidden_stride, padded_width
-from . import ffn_chunked, ffn_epilogue, gemm_gemm_facts, reassociating
-from .call import NO_OTHER_PATH, Call, Decision, Facts, Yields, activation_accuracy, no_kernels, not_measured
+from ..kernels.tuning import CONSUMER_ROWS, StoredConfig, TileConfig, hidden_stride, padded_width
+from . import ffn_chunked, ffn_epilogue, reassociating
+from .call import NO_OTHER_PATH, Call, Decision, Facts, Yields, activation_accuracy, direction, no_kernels, not_measured
 from .choosing import Choice, choose
 from .costs import gemm_units, kept_by_torch, saved_bytes
-from .devices import Device, floor_seconds
+from .devices import Device
 from .ffn_chunked import ChunkPlan
 from .ffn_epilogue import EpiloguePlan
-from .gemm_gemm_splits import choose_splits, choose_stored_splits
-from .gemm_gemm_tiles import all_on_sm90, chosen_tiles, generic_tiles, stored_tiles
+from .gemm_gemm_tiles import (
+    all_on_sm90,
+    choose_splits,
+    choose_stored_splits,
+    chosen_tiles,
+    generic_tiles,
+    stored_tiles,
+)
 from .record import TORCH
+from .texts import sm90_text, tiles_text
 
 # Why a path is not taken with recompute=True.
 _FORBIDDEN = "recompute=True forbids keeping the hidden"
@@ -107,13 +114,17 @@ class Problem(Call):
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        return (
-            (self.batch, self.M, self.K, self.N, self.O) if self.operation == "gemm_gemm" else (self.M, self.K, self.N)
-        )
+        if self.operation == "gemm_gemm":
+            return self.batch, self.M, self.K, self.N, self.O
+        return self.M, self.K, self.N
 
     @property
     def described(self) -> str:
-        return gemm_gemm_facts.described(self)
+        if self.operation == "gemm_gemm":
+            sizes = f"B={self.batch} M={self.M} K={self.K} N={self.N} O={self.O}"
+        else:
+            sizes = f"M={self.M} (tokens) K={self.K} (d_model) N={self.N} (d_ff) O={self.O}"
+        return f"{sizes}, {self.dtype}, {direction(self)}"
 
     @property
     def tokens(self) -> int:
@@ -157,14 +168,35 @@ class Plan(Decision):
     backward_units: float = 0.0
 
     def kernel_facts(self) -> Facts:
-        return gemm_gemm_facts.kernel_facts(self)
+        rows: Facts = []
+        if self.forward_tiles is not None:
+            rows.append(("forward tiles", _fused_text(self.forward_tiles)))
+        if self.stored is not None:
+            rows += _stored_facts(self.stored, self.stored_splits)
+        if self.stored is None and self.data_gradient_tiles is not None:
+            rows.append(("data-gradient tiles", _fused_text(self.data_gradient_tiles)))
+        if self.stored is None and self.weight_gradient_tiles is not None:
+            passes = _passes(self.weight_gradient_tiles)
+            rows += [
+                ("weight-gradient tiles", _fused_text(self.weight_gradient_tiles, ("hidden units", "rows"))),
+                ("splits", f"{self.splits} token ranges of the weight gradients, in {passes} launch(es)"),
+            ]
+        if self.epilogue is not None:
+            rows += self.epilogue.facts()
+        if (chunks := self.chunks) is not None:
+            backward = f"; backward {chunks.columns} hidden units at a time" if chunks.columns else ""
+            rows.append(("chunks", f"{chunks.rows} tokens at a time{backward}"))
+        units = f"{self.forward_units:g} forward, {self.backward_units:g} backward"
+        return [*rows, ("GEMM units", f"{units}; a unit is one matrix product of M × K × N")]
 
     def gain(self, device: Device) -> str:
         # What is not computed is worth more than what is not kept.
         return self.reason if self.path == "reassociated" else super().gain(device)
 
     def runs(self) -> str:
-        return super().runs() if self.chunks is None else gemm_gemm_facts.chunks_run(self)
+        if self.chunks is None:
+            return super().runs()
+        return f"in chunks, {'through torch' if self.epilogue is None else 'in the epilogue kernels'}"
 
     def why_torch(self, device: Device) -> str:
         # Some kernels hold the width on chip, others are for wider layers: the reason of those that it is for.
@@ -237,88 +269,97 @@ def plan_on(
 
     ``chunk_kernels``: kernels compute the chunks.
     """
-    path = choice.path
-    element = problem.element_bytes
-    rows = problem.batch * problem.M
-    weight_tiles = None
-    if path == "fused" and problem.needs_weight_gradient:
-        weight_tiles = chosen_tiles("weight_gradient", problem, device)
-    passes = 1 if weight_tiles is None else (weight_tiles.sm90 or weight_tiles).passes
-    chunks = ffn_chunked.plan(problem, device, chunk_kernels) if path == "chunked" else None
-    stored = stored_tiles(problem, device) if path == "fused" else None
-    forward_units, backward_units = gemm_units(problem, path, passes, stored is not None)
-    flops = int(2 * rows * problem.K * problem.N * (forward_units + backward_units))
-    io_bytes = element * (rows * (problem.K + problem.O) + problem.weight_elements) * (2 if problem.training else 1)
-    io_bytes += element * rows * problem.K * problem.needs_data_gradient
-    io_bytes += element * problem.weight_elements * problem.needs_weight_gradient
-    parts = 2 if problem.gated else 1
+    p, path = problem, choice.path
     options: dict[str, Any] = {}
     if path == "fused":
-        options = {
-            "forward_tiles": chosen_tiles("forward", problem, device),
-            "accuracy": activation_accuracy(problem, device),
-        }
-        if problem.needs_data_gradient:
-            options["data_gradient_tiles"] = chosen_tiles("data_gradient", problem, device)
-        if weight_tiles is not None:
-            splits = choose_splits(problem, device, weight_tiles)
-            options |= {
-                "weight_gradient_tiles": weight_tiles,
-                "splits": splits,
-                "workspace_bytes": splits * problem.partial_bytes if splits > 1 else 0,
-            }
-        if stored is not None:
-            splits = choose_stored_splits(problem, device, stored)
-            hidden_bytes = (parts + 1) * problem.hidden_bytes
-            partial_bytes = splits * problem.partial_bytes if splits > 1 else 0
-            options |= {
-                "stored": stored,
-                "stored_splits": splits,
-                "workspace_bytes": hidden_bytes + partial_bytes,
-            }
+        options = _fused(p, device)
     elif path == "epilogue":
-        epilogue = ffn_epilogue.plan(problem, device, problem.N)
-        # Pre-activations that torch computed are replaced by the hidden.
-        padded_bytes = problem.element_bytes * problem.M * hidden_stride(problem.N, problem.element_bytes)
-        workspace = padded_bytes if epilogue.hidden_tiles.block_inner else parts * problem.hidden_bytes
-        if epilogue.gradient is not None:
-            # The hidden for the gradient of w_down, sums over rows, and the gradients of the pre-activations: without a
-            # place of their own in the last backward pass over a graph that no compiler made.
-            own = 0 if ffn_epilogue.in_place(problem, device, epilogue) and not problem.compiled else parts
-            workspace = max(workspace, (own + 1) * padded_bytes + epilogue.gradient.workspace_bytes)
-        options = {
-            "epilogue": epilogue,
-            "accuracy": activation_accuracy(problem, device),
-            "workspace_bytes": workspace,
-        }
+        options = _epilogue(p, device)
+    elif path == "chunked":
+        options = _chunked(p, device, chunk_kernels)
     elif path == "reassociated":
-        options = {"workspace_bytes": element * problem.batch * problem.K * problem.O}
-    elif chunks is not None:
-        options = {"chunks": chunks, "workspace_bytes": chunks.workspace_bytes}
-        if chunk_kernels:
-            epilogue = ffn_epilogue.plan(problem, device, chunks.hidden_columns, summed=True)
-            options |= {"epilogue": epilogue, "accuracy": activation_accuracy(problem, device)}
+        options = {"workspace_bytes": p.element_bytes * p.batch * p.K * p.O}
+    tiles = options.get("weight_gradient_tiles")
+    units = gemm_units(p, path, 1 if tiles is None else _passes(tiles), options.get("stored") is not None)
+    rows = p.batch * p.M
+    moved = (rows * (p.K + p.O) + p.weight_elements) * (2 if p.training else 1)
+    moved += rows * p.K * p.needs_data_gradient + p.weight_elements * p.needs_weight_gradient
     reason = {
         "fused": "the kernels keep no hidden",
         "epilogue": "activations and bias gradients are computed with the products, and only pre-activations are kept"
-        if problem.training
+        if p.training
         else "activations are computed with the products",
         "reassociated": reassociating.REASON,
         "chunked": f"{_FORBIDDEN}, which no kernel here holds on chip",
-        "torch": NO_OTHER_PATH,
+        TORCH: NO_OTHER_PATH,
     }[path]
-    return Plan(
-        problem=problem,
-        path=path,
-        reason=reason,
-        rejected=tuple(choice.against.items()),
-        timed=choice.timed,
-        forward_units=forward_units,
-        backward_units=backward_units,
-        flops=flops,
-        bytes=io_bytes,
-        saved_bytes=saved_bytes(problem, path, device),
-        floor_seconds=floor_seconds(flops, io_bytes, problem.dtype, device),
-        unsupported=unsupported,
-        **options,
-    )
+    return Plan.of(
+        p, device, choice, reason=reason, flops=int(2 * rows * p.K * p.N * sum(units)), bytes=p.element_bytes * moved,
+        saved_bytes=saved_bytes(p, path, device), unsupported=unsupported, forward_units=units[0],
+        backward_units=units[1], **options,
+    )  # fmt: skip
+
+
+def _passes(tiles: TileConfig) -> int:
+    """The launches that share out the weight gradients."""
+    return (tiles.sm90 or tiles).passes
+
+
+def _fused(problem: Problem, device: Device) -> dict[str, Any]:
+    """Tiles, splits and workspace of the fused kernels."""
+    options: dict[str, Any] = {f"{kernel}_tiles": chosen_tiles(kernel, problem, device) for kernel in problem.kernels}
+    options["accuracy"] = activation_accuracy(problem, device)
+    splits, workspace = 1, 0
+    if problem.needs_weight_gradient:
+        options["splits"] = splits = choose_splits(problem, device, options["weight_gradient_tiles"])
+    if (stored := stored_tiles(problem, device)) is not None:
+        splits = choose_stored_splits(problem, device, stored)
+        options |= {"stored": stored, "stored_splits": splits}
+        workspace = (3 if problem.gated else 2) * problem.hidden_bytes
+    return options | {"workspace_bytes": workspace + (splits * problem.partial_bytes if splits > 1 else 0)}
+
+
+def _epilogue(problem: Problem, device: Device) -> dict[str, Any]:
+    """Tiles and workspace of the epilogue kernels."""
+    element, parts = problem.element_bytes, 2 if problem.gated else 1
+    epilogue = ffn_epilogue.plan(problem, device, problem.N)
+    # Pre-activations that torch computed are replaced by the hidden.
+    padded_bytes = element * problem.M * hidden_stride(problem.N, element)
+    workspace = padded_bytes if epilogue.hidden_tiles.block_inner else parts * problem.hidden_bytes
+    if epilogue.gradient is not None:
+        # The hidden for the gradient of w_down, sums over rows, and the gradients of the pre-activations. These take
+        # the place of the pre-activations in the last backward pass over a graph that no compiler made.
+        own = 0 if ffn_epilogue.in_place(problem, device, epilogue) and not problem.compiled else parts
+        workspace = max(workspace, (own + 1) * padded_bytes + epilogue.gradient.workspace_bytes)
+    return {"epilogue": epilogue, "accuracy": activation_accuracy(problem, device), "workspace_bytes": workspace}
+
+
+def _chunked(problem: Problem, device: Device, kernels: bool) -> dict[str, Any]:
+    """The chunks and their workspace, and the tiles of the ``kernels`` that compute them."""
+    chunks = ffn_chunked.plan(problem, device, kernels)
+    options: dict[str, Any] = {"chunks": chunks, "workspace_bytes": chunks.workspace_bytes}
+    if kernels:
+        epilogue = ffn_epilogue.plan(problem, device, chunks.hidden_columns, summed=True)
+        options |= {"epilogue": epilogue, "accuracy": activation_accuracy(problem, device)}
+    return options
+
+
+def _fused_text(tiles: TileConfig, sides: tuple[str, str] = ("rows", "hidden columns")) -> str:
+    """The tiles of one fused kernel in words; ``sides`` are those of a consumer's tile."""
+    config = tiles.sm90
+    if config is None:
+        return tiles_text(f"{tiles.block_m} rows × {tiles.block_n} hidden columns", tiles)
+    size = f"{CONSUMER_ROWS} {sides[0]} × {config.block} {sides[1]} for each consumer"
+    return sm90_text(size, config.consumers, config.stages)
+
+
+def _stored_facts(config: StoredConfig, splits: int) -> Facts:
+    """A backward pass that stores what is hidden."""
+    rows = config.consumers * CONSUMER_ROWS
+    blocks = f"{rows} rows × {config.block} hidden columns"
+    return [
+        ("backward", "stores what is hidden, and its gradient, while it runs: fewer products than recomputing"),
+        ("hidden-gradient tiles", f"sm90: {blocks}, stages {config.up_stages} and {config.down_stages}"),
+        ("weight-gradient tiles", f"sm90: {rows} × {config.block_columns} of a matrix, stages {config.stages}"),
+        ("splits", f"{splits} token ranges of the weight gradients, in 1 launch(es)"),
+    ]

@@ -16,11 +16,12 @@ from ..kernels.tuning import (
     sm90_reduce_config,
 )
 from ..kernels.tuning.dtypes import GENERIC
-from .call import NO_OTHER_PATH, Call, Decision, Facts, Yields, direction, no_kernels, no_time_on_record
+from .call import Call, Decision, Facts, Yields, direction, no_kernels, no_time_on_record
 from .choosing import Choice, choose
 from .costs import SAVED_FOR_SLOPE, SLOPE_FROM_VALUE
-from .devices import PARTIALS_LIMIT, Device, floor_seconds
+from .devices import PARTIALS_LIMIT, Device
 from .record import TORCH
+from .texts import sm90_text, tiles_text
 
 # A split of the reduced axis shorter than this many tiles spends more on its partials than on its products.
 SHORTEST_REDUCED_SPLIT = 4
@@ -59,13 +60,9 @@ class ReduceProblem(Call):
     needs_reduced_gradient: bool = False
     needs_bias_gradient: bool = False
 
-    __hash__ = Call.__hash__
-
     operation = "gemm_reduce"
 
-    @property
-    def empty(self) -> bool:
-        return 0 in (self.batch, self.kept, self.reduced, self.K)
+    __hash__ = Call.__hash__
 
     @property
     def training(self) -> bool:
@@ -102,7 +99,7 @@ class ReduceProblem(Call):
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        return (self.batch, self.kept, self.reduced, self.K)
+        return self.batch, self.kept, self.reduced, self.K
 
     @property
     def described(self) -> str:
@@ -271,25 +268,15 @@ def _costed(problem: ReduceProblem, device: Device, choice: Choice, unsupported:
             "accuracy": choose_accuracy(problem),
             "workspace_bytes": max(of_forward, of_backward) * problem.batch * problem.kept,
         }
-    reason = {
-        "fused": "the kernels "
-        + ("reduce the product as they write it" if problem.product else "never write the product"),
-        "algebraic": f"the {problem.op} of a product is the product of a {problem.op}: no product of matrices",
-        "torch": NO_OTHER_PATH,
-    }[path]
-    return ReducePlan(
-        problem=problem,
-        path=path,
-        reason=reason,
-        rejected=tuple(choice.against.items()),
-        timed=choice.timed,
-        flops=flops,
-        bytes=moved,
-        saved_bytes=saved_bytes(problem, path),
-        floor_seconds=floor_seconds(flops, moved, problem.dtype, device),
-        unsupported=unsupported,
-        **options,
-    )
+    reason = f"the {problem.op} of a product is the product of a {problem.op}: no product of matrices"
+    if path == "fused":
+        reason = (
+            f"the kernels {'reduce the product as they write it' if problem.product else 'never write the product'}"
+        )
+    return ReducePlan.of(
+        problem, device, choice, reason=reason, flops=flops, bytes=moved, saved_bytes=saved_bytes(problem, path),
+        unsupported=unsupported, **options,
+    )  # fmt: skip
 
 
 def saved_bytes(problem: ReduceProblem, path: str) -> int:
@@ -319,6 +306,6 @@ def reduce_text(tiles: ReduceConfig, kept: str, reduced: str) -> str:
     config = tiles.sm90
     if config is None:
         size = f"{tiles.block_p} {kept} × {tiles.block_r} {reduced} × {tiles.block_k} inner"
-        return f"{size}, {tiles.num_warps} warps, {tiles.num_stages} stages"
+        return tiles_text(size, tiles)
     size = f"{config.consumers * CONSUMER_ROWS} {kept} × {config.block} {reduced} × {config.width} inner"
-    return f"sm90: {size}, consumers {config.consumers}, stages {config.stages}"
+    return sm90_text(size, config.consumers, config.stages)

@@ -10,6 +10,7 @@ from .choosing import Choice, choose
 from .costs import SAVED_FOR_SLOPE, SLOPE_FROM_VALUE
 from .devices import PARTIALS_LIMIT, Device, floor_seconds, splits_of_full_waves
 from .record import TORCH
+from .texts import tiles_text
 from .weight_gradient import WeightGradientPlan, WeightGradientProblem
 
 FORWARD, DATA_GRADIENT = "forward", "data gradient"
@@ -19,7 +20,7 @@ UNALIGNED_PROGRAMS = 2
 # Where one wave of programs fills a smaller share of the SMs, splits of so many blocks or more are started in several:
 # on an H200 23.1 instead of 25.6 µs for 33 × 2304 × 10,048, 335 instead of 360 for 1 × 1640 × 448,896.
 FILLED, LONG_SPLIT = 0.84, 16
-# Of the tile of a data gradient, which reads W across its rows.
+# The fewest columns of a data gradient's tile: W is read along its strided axis.
 LEAST_COLUMNS = 64
 
 
@@ -45,10 +46,6 @@ class LinearProblem(Call):
     operation: str = "linear"
 
     __hash__ = Call.__hash__
-
-    @property
-    def empty(self) -> bool:
-        return 0 in (self.M, self.N, self.K)
 
     @property
     def training(self) -> bool:
@@ -82,7 +79,7 @@ class LinearProblem(Call):
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        return (self.M, self.N, self.K)
+        return self.M, self.N, self.K
 
     @property
     def described(self) -> str:
@@ -122,7 +119,7 @@ class ProductPlan:
         size = f"{t.block_m} × {t.block_n} of the result, {t.block_inner} of {letter} at a time"
         how = "added in any order" if atomic else "added in a fixed order"
         splits = f"{self.splits} ranges of {letter} = {inner}" + (f", {how}" if self.splits > 1 or atomic else "")
-        return f"{splits}; {size}, {t.num_warps} warps, {t.num_stages} stages"
+        return f"{splits}; {tiles_text(size, t)}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,7 +147,7 @@ class LinearPlan(Decision):
         return f"{'partly ' if self.rejected else ''}in {how}"
 
     def why_torch(self, device: Device) -> str:
-        # Each product has a reason, which the row "not fused" has all of.
+        # The row "not fused" lists the reason of every product.
         return super().why_torch(device) if self.timed else self.forward.reason
 
     def gain(self, device: Device) -> str:
@@ -182,33 +179,31 @@ def plan(problem: LinearProblem, device: Device, backend: str = "auto") -> Linea
     if p.needs_data_gradient:
         data, _ = plan_product(problem, Product(DATA_GRADIENT, p.M, p.K, p.N), device, backend, unsupported)
     weight = plan_weight_gradient(problem, device, backend) if p.needs_weight_gradient else None
-    products = [
-        ("forward", forward.tiles is not None, forward.reason),
-        *([] if data is None else [("data gradient", data.tiles is not None, data.reason)]),
-        *([] if weight is None else [("weight gradient", weight.path == "fused", dict(weight.rejected).get("fused"))]),
-    ]
-    fused = any(kernels for _, kernels, _ in products)
-    element, splits = p.element_bytes, [forward, *([] if data is None else [data])]
-    sizes = p.M * p.K + p.N * p.K + p.M * p.N
+    # By the name of a product: why torch computes it, or None where kernels do.
+    by_torch = {FORWARD: None if forward.tiles else forward.reason}
+    if data is not None:
+        by_torch[DATA_GRADIENT] = None if data.tiles else data.reason
+    if weight is not None:
+        by_torch["weight gradient"] = None if weight.path == "fused" else str(dict(weight.rejected).get("fused"))
+    in_kernels = [name for name, reason in by_torch.items() if reason is None]
+    reasons = {name: reason for name, reason in by_torch.items() if reason is not None}
     passes = 1 + p.needs_data_gradient + p.needs_weight_gradient
     flops = 2 * p.M * p.N * p.K * passes
-    moved = element * sizes * passes
-    columns = (p.N, p.K)
-    workspaces = [
-        4 * p.M * width * (1 if p.atomic else chosen.splits)
-        for chosen, width in zip(splits, columns, strict=False)
-        if chosen.tiles is not None and (chosen.splits > 1 or p.atomic)
-    ]
+    moved = p.element_bytes * (p.M * p.K + p.N * p.K + p.M * p.N) * passes
+    workspaces = [0 if weight is None else weight.workspace_bytes]
+    for product, width in ((forward, p.N), (data, p.K)):
+        if product is not None and product.tiles is not None and (product.splits > 1 or p.atomic):
+            workspaces.append(4 * p.M * width * (1 if p.atomic else product.splits))
     padded = _padded_columns(problem, device, data, weight) if forward.tiles is not None else 0
     if padded:
-        workspaces.append(element * padded * (p.M + p.K * p.needs_data_gradient))
+        workspaces.append(p.element_bytes * padded * (p.M + p.K * p.needs_data_gradient))
     kept = p.M * p.K * p.needs_weight_gradient + p.N * p.K * p.needs_data_gradient
     kept += p.M * p.N * p.training * (SAVED_FOR_SLOPE.get(p.activation, 0) + (p.activation in SLOPE_FROM_VALUE))
     options: dict[str, Any] = {
         "flops": flops,
         "bytes": moved,
-        "saved_bytes": element * kept,
-        "workspace_bytes": max([0, *workspaces, 0 if weight is None else weight.workspace_bytes]),
+        "saved_bytes": p.element_bytes * kept,
+        "workspace_bytes": max(workspaces),
         "floor_seconds": floor_seconds(flops, moved, p.dtype, device),
         "unsupported": unsupported,
         "timed": choice.timed,
@@ -216,25 +211,23 @@ def plan(problem: LinearProblem, device: Device, backend: str = "auto") -> Linea
         "data_gradient": data,
         "weight_gradient": weight,
     }
-    if not fused:
+    if not in_kernels:
         few_rows = device.preferences is not None and device.preferences.dependent_rows >= p.M
         both = p.needs_data_gradient and p.needs_weight_gradient
-        reasons = {str(reason) for _, _, reason in products}
-        why = reasons.pop() if len(reasons) == 1 else "; ".join(f"{name}: {reason}" for name, _, reason in products)
+        why = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
         return LinearPlan(
             problem=problem,
-            path="torch",
+            path=TORCH,
             reason=NO_OTHER_PATH,
-            rejected=(("fused", why),),
+            rejected=(("fused", forward.reason if len({*reasons.values()}) == 1 else why),),
             data_gradient_first=few_rows and both and p.captured and backend == "auto" and unsupported is None,
             **options,
-        )  # fmt: skip
-    by_kernels = [name for name, kernels, _ in products if kernels]
+        )
     return LinearPlan(
         problem=problem,
         path="fused",
-        reason=f"kernels that split what they sum over: {', '.join(by_kernels)}",
-        rejected=tuple((f"kernels for the {name}", str(reason)) for name, kernels, reason in products if not kernels),
+        reason=f"kernels that split what they sum over: {', '.join(in_kernels)}",
+        rejected=tuple((f"kernels for the {name}", reason) for name, reason in reasons.items()),
         accuracy=activation_accuracy(problem, device),
         padded_columns=padded,
         dependent=starts_early(device.architecture),

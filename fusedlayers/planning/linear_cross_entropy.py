@@ -33,6 +33,7 @@ from . import linear_cross_entropy_chunks as cutting
 from .call import Call, Decision, Facts, Yields, direction, no_kernels
 from .choosing import choose
 from .devices import Device
+from .texts import sm90_text, tiles_text
 
 # Rows of logits are a multiple of so many elements long. Products of a vocabulary that divides into no vectors of 16
 # bytes read a copy of the weight with as many rows: on an H200 those of GPT-2's 50,257 columns ran at 95 to 130 TFLOP/s
@@ -58,7 +59,6 @@ class LossProblem(Call):
     reduction: str = "none"
     biased: bool = False
     positions: int | None = None  # losses of each token, where the weight is [V, d1, ..., K]
-    weighted: bool = False  # whether classes have weights
     probabilities: bool = False  # whether targets are probabilities of all classes
     entropy: bool = False
     capped: bool = False
@@ -73,10 +73,6 @@ class LossProblem(Call):
     operation: str = "linear_cross_entropy"
 
     __hash__ = Call.__hash__
-
-    @property
-    def empty(self) -> bool:
-        return 0 in (self.M, self.K, self.V, self.positions)
 
     @property
     def losses(self) -> int:
@@ -141,7 +137,7 @@ class LossProblem(Call):
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        return (self.losses, self.K, self.V)
+        return self.losses, self.K, self.V
 
     @property
     def described(self) -> str:
@@ -265,9 +261,7 @@ def fused_options(problem: LossProblem, device: Device) -> dict[str, Any]:
         "logit_tiles": tiles,
         "ranges": ranges,
         # Where they fail the self-test, calls without gradients leave this path, too.
-        "gradient_tiles": gradient_tiles(
-            device.architecture, p.format.bits, device.sms, device.backend_for(p.dtype) != GENERIC
-        ),
+        "gradient_tiles": gradient_tiles(device.architecture, p.format.bits, device.sms, specialised),
         "workspace_bytes": forward,
     }
     if not p.training:
@@ -288,9 +282,8 @@ def logit_text(tiles: LogitTiles, ranges: int) -> str:
     config = tiles.sm90
     if config is None:
         size = f"{tiles.block_m} tokens × {tiles.block_n} columns × {tiles.block_inner} inner"
-        return f"{size}, {tiles.num_warps} warps, {tiles.num_stages} stages, columns in {ranges} ranges"
-    size = f"{2 * CONSUMER_ROWS} tokens × {config.columns} columns × {config.step} inner"
-    return f"sm90: {size}, consumers 2, stages {config.stages}"
+        return f"{tiles_text(size, tiles)}, columns in {ranges} ranges"
+    return sm90_text(f"{2 * CONSUMER_ROWS} tokens × {config.columns} columns × {config.step} inner", 2, config.stages)
 
 
 def why_unsupported(problem: LossProblem, device: Device) -> str | None:

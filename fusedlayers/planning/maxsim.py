@@ -43,13 +43,9 @@ class MaxSimProblem(Call):
     needs_query_gradient: bool = False
     needs_document_gradient: bool = False
 
-    __hash__ = Call.__hash__
-
     operation = "maxsim"
 
-    @property
-    def empty(self) -> bool:
-        return 0 in (self.queries, self.documents, self.query_tokens, self.document_tokens, self.K)
+    __hash__ = Call.__hash__
 
     @property
     def training(self) -> bool:
@@ -71,7 +67,7 @@ class MaxSimProblem(Call):
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        return (self.queries, self.documents, self.query_tokens, self.document_tokens, self.K)
+        return self.queries, self.documents, self.query_tokens, self.document_tokens, self.K
 
     @property
     def described(self) -> str:

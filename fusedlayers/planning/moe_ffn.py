@@ -12,6 +12,7 @@ from .choosing import choose
 from .costs import hidden_copies
 from .devices import Device
 from .record import TORCH
+from .texts import sm90_text, tiles_text
 
 # Rows have 32-bit numbers.
 MOST_ROWS = 2**31 - 2**16
@@ -37,10 +38,6 @@ class MoeProblem(Call):
     operation: str = "moe_ffn"
 
     __hash__ = Call.__hash__
-
-    @property
-    def empty(self) -> bool:
-        return 0 in (self.M, self.K, self.N, self.E, self.top_k)
 
     @property
     def slots(self) -> int:
@@ -81,7 +78,7 @@ class MoeProblem(Call):
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        return (self.M, self.K, self.N, self.E, self.top_k)
+        return self.M, self.K, self.N, self.E, self.top_k
 
     @property
     def described(self) -> str:
@@ -129,11 +126,11 @@ class MoePlan(Decision):
             tiles: GroupedTiles | None = getattr(self, f"{step}_tiles")
             pipeline: GroupedPipeline | None = getattr(self, f"{step}_pipeline")
             if pipeline is not None:
-                size = f"sm90: {pipeline.tile[0]} × {pipeline.tile[1]}, {pipeline.step} inner"
-                found.append((name, f"{size}, consumers 2, stages {pipeline.stages}"))
+                size = f"{pipeline.tile[0]} × {pipeline.tile[1]}, {pipeline.step} inner"
+                found.append((name, sm90_text(size, 2, pipeline.stages)))
             elif tiles is not None:
                 size = f"{tiles.block_m} × {tiles.block_n}, {tiles.block_inner} inner"
-                found.append((name, f"{size}, {tiles.num_warps} warps, {tiles.num_stages} stages"))
+                found.append((name, tiles_text(size, tiles)))
         return found
 
 

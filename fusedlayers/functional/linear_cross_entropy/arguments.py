@@ -147,7 +147,6 @@ def loss_problem(
         V=linear_weight.shape[0],
         positions=math.prod(linear_weight.shape[1:-1]) if linear_weight.dim() > 2 else None,
         biased=linear_bias is not None,
-        weighted=weight is not None,
         probabilities=target.is_floating_point(),
         trains_weight=linear_weight.requires_grad,
         needs_data_gradient=wants_gradient(input),

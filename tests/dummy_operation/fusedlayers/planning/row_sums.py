@@ -22,10 +22,6 @@ class RowSumsProblem(Call):
     __hash__ = Call.__hash__
 
     @property
-    def empty(self) -> bool:
-        return 0 in (self.M, self.N)
-
-    @property
     def model_flops(self) -> tuple[int, int]:
         return self.M * self.N, 0
 
