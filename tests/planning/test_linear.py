@@ -34,25 +34,6 @@ def why(made: LinearPlan) -> str:
 
 
 @pytest.mark.parametrize(
-    ("change", "device", "words"),
-    [
-        ({}, replace(H200, triton=False), "Triton is not installed"),
-        ({}, CPU, "the kernels need a CUDA or ROCm GPU, and the tensors are on device type cpu"),
-        ({"dtype": "float64"}, H200, "the kernels take float16, bfloat16, float32, not float64"),
-        ({"subclass": "DTensor"}, H200, "an operand is a DTensor"),
-        ({"M": 0}, H200, "there is nothing to compute"),
-        ({"K": 0}, H200, "there is nothing to compute"),
-    ],
-)
-def test_what_the_kernels_do_not_take(change: dict[str, object], device: Device, words: str) -> None:
-    for wish in ("triton", "auto"):
-        for asked in ({}, {"split_k": 3}, {"atomic": True}):
-            made = plan(replace(SKINNY, **change, **asked), device, wish)
-            assert words in why(made)
-            assert made.unsupported is not None
-
-
-@pytest.mark.parametrize(
     ("sizes", "tile", "splits"),
     [
         ((64, 64, 65_536), (64, 32, 128), 64),
@@ -81,26 +62,6 @@ def test_published_sizes(sizes: tuple[int, int, int], tile: tuple[int, int, int]
     assert ((tiles.block_m, tiles.block_n, tiles.block_inner), made.forward.splits) == (tile, splits)
     assert made.workspace_bytes == (4 * splits * sizes[0] * sizes[1] if splits > 1 else 0)
     assert made.dependent
-
-
-@pytest.mark.parametrize("captured", [False, True])
-def test_auto_mode_takes_what_was_measured_faster(captured: bool) -> None:
-    for facts in ({}, {"needs_data_gradient": True}):
-        call = replace(SKINNY, captured=captured, **facts)
-        assert plan(call, where(H200, call, {"fused": 0.5})).path == "fused"
-        assert why(plan(call, where(H200, call, {"fused": 1.5}))).endswith("is expected to be faster") or facts
-        apart = where(H200, call, {"fused": 0.5}, {"fused": 1.5})
-        assert plan(call, apart).path == ("torch" if captured else "fused")
-        # Compiled code is between launches one by one and a graph.
-        assert plan(replace(call, captured=False, compiled=True), apart).path == "torch"
-
-
-def test_what_was_not_measured_is_left_to_torch() -> None:
-    device = where(H200, SKINNY, {"fused": 0.5})
-    assert "not measured on sm_80" in why(plan(SKINNY, A100))
-    assert "float32 products" in why(plan(replace(SKINNY, dtype="float32"), device))
-    assert "nothing like it was measured" in why(plan(replace(SKINNY, needs_bias_gradient=True), device))
-    assert why(plan(SKINNY, device, "torch")) == "the backend is set to torch"
 
 
 def test_long_products_fill_the_gpu_in_several_waves() -> None:

@@ -12,7 +12,6 @@ import fusedlayers as fl
 from fusedlayers import explaining, functional, planning
 from fusedlayers.functional import dispatch
 from fusedlayers.planning import Device, MaxSimPlan, MaxSimProblem
-from tests.support.records import where
 
 H200 = Device("cuda", "NVIDIA H200", "sm_90", sms=132, triton=True, backend="sm90")
 A100 = Device("cuda", "NVIDIA A100", "sm_80", sms=108, triton=True)
@@ -27,47 +26,6 @@ def forced(problem: MaxSimProblem, device: Device = H200) -> MaxSimPlan:
     plan: MaxSimPlan = planning.plan(problem, device, "triton")
     assert plan.path == "fused"
     return plan
-
-
-@pytest.mark.parametrize(
-    ("problem", "device", "words"),
-    [
-        (MANY, CPU, "the kernels need a CUDA or ROCm GPU, and the tensors are on device type cpu"),
-        (MANY, replace(H200, triton=False), "Triton is not installed"),
-        (replace(MANY, dtype="float64"), H200, "the kernels take float16, bfloat16, float32, not float64"),
-        (replace(MANY, subclass="DTensor"), H200, "an operand is a DTensor"),
-        (replace(MANY, document_tokens=0), H200, "there is nothing to compute"),
-    ],
-)
-def test_what_the_kernels_do_not_take(problem: MaxSimProblem, device: Device, words: str) -> None:
-    for backend in ("auto", "triton"):
-        plan = planning.plan(problem, device, backend)
-        assert plan.path == "torch"
-        assert plan.unsupported is not None
-        assert words in plan.unsupported
-        assert dict(plan.rejected)["fused"] == plan.unsupported
-
-
-@pytest.mark.parametrize("problem", [MANY, TRAINED], ids=["inference", "training"])
-def test_auto_mode_takes_what_was_measured_faster(problem: MaxSimProblem) -> None:
-    assert planning.plan(problem, where(H200, problem, {"fused": 0.5})).path == "fused"
-    slower = planning.plan(problem, where(H200, problem, {"fused": 1.5}))
-    assert (slower.path, dict(slower.rejected)) == ("torch", {"fused": "torch is expected to be faster"})
-    apart = where(H200, problem, {"fused": 1.5}, {"fused": 0.5})
-    assert [planning.plan(replace(problem, captured=each), apart).path for each in (False, True)] == ["torch", "fused"]
-
-
-def test_what_was_not_measured_is_left_to_torch() -> None:
-    device = where(H200, MANY, {"fused": 0.5})
-    for problem, where_to, words in (
-        (TRAINED, device, "nothing like it was measured"),
-        (replace(MANY, dtype="float32"), device, "matrix units"),
-        (MANY, A100, "not measured on sm_80"),
-    ):
-        made = planning.plan(problem, where_to)
-        assert made.path == "torch"
-        assert words in dict(made.rejected)["fused"]
-    assert planning.plan(MANY, device, "torch").path == "torch"
 
 
 def test_maxima_and_partials_stay_within_their_limit() -> None:

@@ -40,26 +40,6 @@ def rejections(made: Plan) -> dict[str, str]:
 
 
 @pytest.mark.parametrize(
-    ("problem", "path"),
-    [(INFERENCE, "fused"), (INFERENCE, "epilogue"), (TRAINING, "fused"), (TRAINING, "epilogue"), (BATCHED, "fused")],
-)
-@pytest.mark.parametrize("captured", [False, True])
-def test_a_path_runs_where_it_was_measured_faster(problem: Problem, path: str, captured: bool) -> None:
-    problem = replace(problem, captured=captured)
-    made = plan(problem, where(SM90, problem, {path: 0.5}))
-    assert made.path == path
-    assert set(rejections(made)) == paths(problem) - {path}
-    assert rejections(made)["torch"].startswith(f"{path} is expected to be ")
-    slower = plan(problem, where(SM90, problem, {path: 1.5}))
-    assert slower.path == "torch"
-    assert rejections(slower)[path].startswith("torch is expected to be ")
-    # Launched and replayed calls are two questions, and compiled ones are asked both.
-    apart = where(SM90, problem, {path: 0.5}, {path: 1.5})
-    assert plan(problem, apart).path == ("torch" if captured else path)
-    assert plan(replace(problem, captured=False, compiled=True), apart).path == "torch"
-
-
-@pytest.mark.parametrize(
     ("problem", "device", "reason"),
     [
         (TRAINING, NO_TRITON, "Triton is not installed"),

@@ -104,19 +104,12 @@ def test_the_gradient_of_maxima_takes_two_sizes_of_blocks() -> None:
 
 
 @pytest.mark.parametrize("op", ["max", "sum", "sumsq", "logsumexp"])
-@pytest.mark.parametrize("training", [False, True])
-def test_auto_mode_takes_what_was_measured_faster(op: str, training: bool) -> None:
-    problem = replace(PROBLEM, op=op, needs_kept_gradient=training)
-    made = plan(problem, where(H200, problem, {"fused": 0.5}))
-    assert made.path == "fused"
-    assert dict(made.rejected)["torch"] == "fused is expected to be faster"
-    assert plan(problem, where(H200, problem, {"fused": 1.5})).path == "torch"
-    apart = where(H200, problem, {"fused": 1.5}, {"fused": 0.5})
-    assert [plan(replace(problem, captured=each), apart).path for each in (False, True)] == ["torch", "fused"]
-    for change in ({"biased": True}, {"activation": "relu"}, {"product": True}):
-        other = plan(replace(problem, **change), where(H200, problem, {"fused": 0.5}))
-        assert other.path != "fused"
-        assert "nothing like it was measured" in dict(other.rejected)["fused"], change
+@pytest.mark.parametrize("change", [{"biased": True}, {"activation": "relu"}, {"product": True}], ids=str)
+def test_what_no_benchmark_measures_is_left_to_torch(op: str, change: dict[str, object]) -> None:
+    problem = replace(PROBLEM, op=op)
+    other = plan(replace(problem, **change), where(H200, problem, {"fused": 0.5}))
+    assert other.path != "fused"
+    assert "nothing like it was measured" in dict(other.rejected)["fused"]
 
 
 @pytest.mark.parametrize("op", ["sum", "mean"])
