@@ -72,7 +72,7 @@ class ExactnessWatch(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(result):
             if isinstance(tensor, Tensor) and tensor.dtype == torch.float64 and tensor.numel():
-                # What does not take part in a maximum is infinite, and takes part in nothing else.
+                # Elements that a maximum leaves out are infinite, and nothing else uses them.
                 self.largest = max(self.largest, float(tensor.abs().nan_to_num(posinf=0.0).max()))
                 self.integers &= bool((tensor == tensor.round()).all())
         return result

@@ -13,7 +13,7 @@ from .work import Work
 def saved_bytes(contender: Contender, work: Work, parameters: frozenset[str]) -> int | None:
     """Bytes that the forward pass saves for the backward pass: whole storages, each once, without the parameters.
 
-    None for a contender that keeps them otherwise.
+    None for a contender of which autograd does not save what is kept.
     """
     if not contender.saves:
         return None

@@ -24,7 +24,7 @@ class Call:
     A subclass sets ``__hash__ = Call.__hash__``, as ``dataclass`` would give it one of its own.
     """
 
-    family: ClassVar[str] = ""  # by what name its kernels' configurations go, where it is not the operation's
+    family: ClassVar[str] = ""  # the name of its kernels' configurations, if it is not the operation's
 
     input_precision: str = "ieee"
     captured: bool = False  # whether the call is being recorded into a CUDA graph, whose replay costs the host nothing
@@ -68,30 +68,30 @@ class Call:
 
     @property
     def kin(self) -> str:
-        """The operation, and what else sets calls apart whose times do not follow from one another's: of a row."""
+        """The kind of call: the operation, and whatever makes the times of one call say nothing of another's."""
         raise NotImplementedError
 
     @property
     def recorded_kin(self) -> str:
-        """The same with the dtype, where its products run at another rate."""
+        """The kind of call in the record: with the dtype, if its products run at another rate."""
         dtype = vars(self)["dtype"]
         return self.kin if self.format.narrow else f"{self.kin} {dtype}"
 
     @property
     def variant(self) -> str:
-        """What sets calls apart whose times differ by little."""
+        """What distinguishes calls of one kind whose times differ by little, such as the activation."""
         return ""
 
     def recorded(self, path: str, device: "Device") -> str:
-        """The name of a path on record, where kernels of one path take very different times."""
+        """The name of a path in the record, where kernels of one path that take very different times have their own."""
         return path
 
     @property
     def measured_as(self) -> tuple[str, ...]:
-        """How a call is launched for which all of these times count.
+        """The kinds of time that decide, all of them together.
 
-        One by one, where the host may decide, or replayed in a CUDA graph, where the device alone does. Compiled code
-        is in between.
+        Calls launched one by one may wait for the host, those replayed in a CUDA graph for the device alone. Compiled
+        code is in between: both count.
         """
         if self.captured:
             return (REPLAYED,)
@@ -99,7 +99,7 @@ class Call:
 
     @property
     def tokens(self) -> int:
-        """The tokens that ``explain`` shares kept bytes out to; 0 where an operation has none."""
+        """The tokens by whose number ``explain`` divides kept bytes; 0 if an operation has none."""
         return 0
 
     def kept_by_torch(self, device: Device) -> int:
@@ -113,7 +113,7 @@ class Call:
 
     @property
     def format(self) -> Format:
-        """What else is to be known of its dtype."""
+        """What kernels and plans have to know of its dtype."""
         return FORMATS.get(vars(self)["dtype"], UNKNOWN)
 
     @cached_property
@@ -124,11 +124,11 @@ class Call:
 
 _Plan = TypeVar("_Plan", bound="Decision")
 
-# Of the bytes that torch keeps: a smaller saving, such as indices of 32 bits for 64, is not what a path gains.
+# A path gains bytes if it keeps less than this share of torch's: 32-bit instead of 64-bit indices are no gain.
 CLEARLY_FEWER = 0.9
 # Why torch runs a call.
 NO_OTHER_PATH = "no other path is both possible and faster"
-# Elements of 16 bits, at a multiple of which rows start with a whole vector.
+# The 16-bit elements of a vector: rows whose length is a multiple of it all start at the address of a vector.
 VECTOR = 8
 
 
@@ -136,12 +136,12 @@ VECTOR = 8
 class Decision:
     """A plan: the path, why it was taken, what it costs, and why each other path was rejected.
 
-    ``yields`` says by which field which results are computed, "y" and the gradients "dx" of arguments, where kernels
-    differ in that; those of the other fields compute the rest. What fails the self-test is blamed by it.
+    ``yields`` maps a field to the results that its kernels compute: "y", or gradients such as "dx". The kernels of
+    fields that are not in it compute the rest. The self-test finds the kernels of a wrong result by it.
     """
 
     yields: ClassVar[Yields] = {}
-    # Whether the kernels of the operation have passes to name; a function that gives gradients has one alone.
+    # Whether the summary names the passes; an operation that computes gradients has a single one.
     has_passes: ClassVar[bool] = True
 
     problem: Any
@@ -320,5 +320,5 @@ def direction(problem: Any) -> str:
 def activation_accuracy(problem: Any, device: Device) -> str:
     """The accuracy that kernels compute activations with: one of ``kernels.activations.ACCURACIES``."""
     accuracy: str = problem.format.accuracy
-    # Coarse is a hardware instruction.
+    # The coarse accuracy is a hardware instruction.
     return "half" if accuracy == "coarse" and not has_tanh(device.architecture) else accuracy

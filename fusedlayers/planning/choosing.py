@@ -17,11 +17,11 @@ from .call import no_time_on_record, not_measured
 from .devices import Device
 from .record import TORCH, Surface
 
-# A path that keeps more, or a change between neighbouring numbers of tokens, must be expected to be so many times as
-# fast; and a path that keeps so many times the bytes is not changed to.
+# What a path must gain, as a logarithm of its time, if it keeps more bytes or is not that of neighbouring numbers of
+# tokens; and how many times the bytes of the path with fewer tokens it may keep.
 STAYS, MOST_KEPT = math.log(1.05), 1.9
-# Numbers of tokens that a layer is looked at for are powers of the root of two, up to the most that were measured: what
-# is right there stays right.
+# A layer is planned for numbers of tokens that are powers of the root of two, up to the most that were measured, whose
+# path all larger numbers take.
 _STEP = 0.5
 
 Kept = Callable[[str], int]
@@ -84,7 +84,7 @@ def _ratios(
 ) -> dict[str, float]:
     """Logarithms of how many times as long as torch each path takes, the worst of all surfaces.
 
-    With ``faster``, of no path that is slower than torch on the first one.
+    With ``faster`` further surfaces are not asked if the ones before expect no path to be faster than torch.
     """
     first, *others = surfaces
     worst = first.ratios(*first.near(sizes, variant), paths)
@@ -97,7 +97,7 @@ def _ratios(
 
 
 def _along(problem: Any, surfaces: Sequence[Surface], kept: Mapping[str, int]) -> str:
-    """The path of a layer with so many tokens, its first size."""
+    """The path of a layer for its number of tokens, which is the first size."""
     tokens, *layer = problem.sizes
     shares = tuple((name, round(bytes_kept / problem.M, 1)) for name, bytes_kept in kept.items())
     chosen = _layer(tuple(surfaces), tuple(layer), problem.variant, shares)

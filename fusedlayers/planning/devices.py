@@ -92,6 +92,11 @@ def card(name: str) -> Device:
     return CARDS[name]
 
 
+def filling_splits(programs: int, at_once: int, most: int, partial_bytes: int) -> int:
+    """Splits of each of these ``programs`` that run ``at_once``: at least one, at most ``most``, bounded partials."""
+    return max(1, min(at_once // max(programs, 1), most, PARTIALS_LIMIT // max(partial_bytes, 1)))
+
+
 def splits_of_full_waves(tiles: int, at_once: int, most: int) -> tuple[int, ...]:
     """One split of every tile, then those at which one more would need one more wave of programs, up to four waves."""
     found: tuple[int, ...] = (1,)

@@ -19,7 +19,7 @@ from ..kernels.tuning.dtypes import GENERIC
 from .call import Call, Decision, Facts, Yields, direction, no_kernels, no_time_on_record
 from .choosing import Choice, choose
 from .costs import SAVED_FOR_SLOPE, SLOPE_FROM_VALUE
-from .devices import PARTIALS_LIMIT, Device
+from .devices import PARTIALS_LIMIT, Device, filling_splits
 from .record import TORCH
 from .texts import sm90_text, tiles_text
 
@@ -27,8 +27,8 @@ from .texts import sm90_text, tiles_text
 SHORTEST_REDUCED_SPLIT = 4
 # Programs that run on an SM at once: of the forward kernel, and of small tiles of both gradients.
 RESIDENT = 2
-# A program of both gradients at once begins and ends in the time of so many blocks of reduced rows, partials of several
-# ranges are added up in the time of so many, and no range has fewer than the last.
+# Of both gradients at once, in blocks of reduced rows: the time to start and end a program, the time to add up the
+# partials of several ranges, and the shortest range.
 RANGE_BLOCKS, SUM_BLOCKS, SHORTEST_RANGE = 4, 4, 2
 # Reductions whose times are those of another one.
 _ALIKE = {"min": "max", "absmax": "max", "mean": "sum"}
@@ -144,7 +144,7 @@ def plan(problem: ReduceProblem, device: Device, backend: str = "auto") -> Reduc
     able = cannot["algebraic"] is None
     if backend == "auto":
         if problem.atomic and unsupported is None:
-            # What is asked for by name is no question of speed.
+            # Atomic addition is asked for by name, whatever is faster.
             backend, cannot["algebraic"] = "triton", cannot["algebraic"] or "atomic=True asks for the kernels"
         elif problem.activation != "identity" or problem.biased or problem.product:
             cannot["fused"] = unsupported or f"bias, activation, or the product itself: {no_time_on_record(problem)}"
@@ -193,11 +193,7 @@ def choose_reduced_splits(problem: ReduceProblem, device: Device, tiles: ReduceC
         most = problem.reduced // (tiles.sm90.block * SHORTEST_REDUCED_SPLIT)
     programs = problem.batch * -(-problem.kept // rows)
     partials = 8 * problem.batch * problem.kept  # a value and an index, or a maximum and a sum
-    return _splits(device, programs, resident, most, partials)
-
-
-def _splits(device: Device, programs: int, resident: int, most: int, partial_bytes: int) -> int:
-    return max(1, min(device.sms * resident // programs, most, PARTIALS_LIMIT // partial_bytes))
+    return filling_splits(programs, device.sms * resident, most, partials)
 
 
 def choose_one_pass(problem: ReduceProblem, device: Device) -> tuple[ReduceConfig | None, int]:

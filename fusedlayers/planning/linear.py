@@ -17,8 +17,8 @@ FORWARD, DATA_GRADIENT = "forward", "data gradient"
 
 # Operands whose rows are not aligned are read in small pieces: twice the programs wait for memory at once.
 UNALIGNED_PROGRAMS = 2
-# Where one wave of programs fills a smaller share of the SMs, splits of so many blocks or more are started in several:
-# on an H200 23.1 instead of 25.6 µs for 33 × 2304 × 10,048, 335 instead of 360 for 1 × 1640 × 448,896.
+# If one wave of programs keeps less than this share of the SMs busy, splits of at least so many blocks run in several
+# waves: on an H200 23.1 instead of 25.6 µs for 33 × 2304 × 10,048, 335 instead of 360 for 1 × 1640 × 448,896.
 FILLED, LONG_SPLIT = 0.84, 16
 # The fewest columns of a data gradient's tile: W is read along its strided axis.
 LEAST_COLUMNS = 64
@@ -251,7 +251,7 @@ def plan_product(
     problem: LinearProblem, product: Product, device: Device, backend: str, unsupported: str | None
 ) -> tuple[ProductPlan, Choice]:
     """Kernels with tiles and splits for one product, or torch and the reason."""
-    # Of a data gradient, which reads W across its rows, auto mode knows nothing that torch does not do as fast.
+    # Auto mode leaves data gradients to torch, which reads W along its strided axis as fast.
     slow = "torch reads W across its rows as fast" if product.name == DATA_GRADIENT and backend == "auto" else None
     choice = choose(problem, device, backend, {"fused": unsupported or slow})
     if choice.path == TORCH:

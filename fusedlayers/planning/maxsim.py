@@ -17,7 +17,7 @@ from ..kernels.tuning import (
 from ..kernels.tuning.dtypes import GENERIC
 from .call import Call, Decision, Facts, Yields, direction, no_kernels
 from .choosing import choose
-from .devices import PARTIALS_LIMIT, Device
+from .devices import PARTIALS_LIMIT, Device, filling_splits
 from .gemm_reduce import reduce_text
 from .record import TORCH
 
@@ -137,8 +137,8 @@ def plan(problem: MaxSimProblem, device: Device, backend: str = "auto") -> MaxSi
 
 
 def _splits(programs: int, wanted: int, steps: int, partial_bytes: int) -> int:
-    """At least one; up to ``wanted`` programs, none shorter than pays, and partials within their limit."""
-    return max(1, min(wanted // max(programs, 1), -(-steps // SHORTEST_SPLIT), PARTIALS_LIMIT // max(partial_bytes, 1)))
+    """As many as make up to ``wanted`` programs; none has so few steps that its partial does not pay."""
+    return filling_splits(programs, wanted, -(-steps // SHORTEST_SPLIT), partial_bytes)
 
 
 def choose_chunk(problem: MaxSimProblem) -> int:

@@ -37,22 +37,22 @@ PARTS = ("rows", "loops", "drawn")
 # The prior of the regression, in logarithms: how far a path is from the linear function, how steep that is for each
 # octave, of ratios and of seconds; and octaves within which rows vouch for one another.
 SPREAD, STEEPNESS, STEEPNESS_OF_SECONDS, REACH = 0.4, 0.1, 1.0, 2.0
-# Octaves that another class of alignment is away, and another activation.
+# How far away, in octaves, another class of alignment is, and another variant.
 UNLIKE_ROWS, UNLIKE_VARIANT = 0.2, 0.2
-# The error of a measurement: single calls wait for hosts that differ.
+# The standard error of a measurement, as a logarithm: calls launched one by one wait for hosts, which differ.
 NOISE = {LAUNCHED: 0.2, REPLAYED: 0.03}
 SURE_NOISE, DRAWN_NOISE = 0.03, 0.5
-# Octaves below the least that was measured, from which on sizes count as that. Larger ones than the greatest count as
-# that one at once: ratios change no more where the device is busy.
+# Sizes that are more octaves below the least that was measured count as if they were this many below. Those above the
+# greatest count as the greatest: ratios no longer change once the device is busy.
 BEYOND = 3.0
-# Where nothing was measured nearby, a path must be expected to be so many times as fast as torch, and so many times
+# Where nothing was measured nearby, a path must be expected to be this many times as fast as torch, and this many times
 # more for each octave below what was measured.
 ESTIMATED = 1.1
 # Multiples of elements at which rows begin, from the best one: lines of memory, sectors, vectors, words.
 _ALIGNMENTS = (64, 16, 8, 2)
 # Octaves that two classes of alignment are apart.
 _UNLIKE = [[UNLIKE_ROWS * min(abs(one - two), 2) for two in range(5)] for one in range(5)]
-# Rows of other GPUs of the architecture join those of a GPU that are so many octaves away from all of these.
+# A row of another GPU of the architecture counts for a GPU if it is this many octaves away from all of its own rows.
 GAP = 2.0
 
 
@@ -105,7 +105,7 @@ class Record:
         """What is known of a kind of call of so many sizes, launched or replayed; None where nothing is."""
         place = kin, how, axes
         if place not in self._surfaces:
-            # A file of others may hold anything.
+            # A file from elsewhere may hold rows with another number of sizes.
             known = [row for row in self._rows.get(kin, ()) if len(row.sizes) == axes]
             rows = [row for row in known if len(getattr(row, how)) > 1 and TORCH in getattr(row, how)]
             self._surfaces[place] = Surface(rows, how) if rows else None
@@ -154,7 +154,7 @@ class Surface:
 
     @property
     def paths(self) -> Iterable[str]:
-        """Those that were timed, but torch's."""
+        """The paths that were timed, except torch's."""
         return self._paths
 
     def torch_seconds(self, sizes: Sequence[int], place: Sequence[float], near: Sequence[float]) -> float:
@@ -170,7 +170,7 @@ class Surface:
         return self.rows[place], self.seconds[place]
 
     def _nearness(self, place: Sequence[float], of: tuple[int, ...], variant: str) -> list[float]:
-        # Done for every row at every new size, so that it calls as little as it can.
+        # This runs over all rows at every new size, so it calls as few functions as possible.
         apart = self._unlike.get((of, variant))
         if apart is None:
             apart = [0.0 if row.variant == variant else UNLIKE_VARIANT for row in self.rows]
@@ -238,7 +238,7 @@ def _solved(matrix: list[list[float]], right: list[float]) -> list[float]:
         for column in range(row):
             above = factor[column]
             made.append((line[column] - _dot(made, above)) / above[column])
-        # Rows of one place differ by their errors alone, and by rounding.
+        # Rows of the same sizes differ by their noise alone, so that rounding could make this negative.
         made.append(math.sqrt(max(line[row] - _dot(made, made), 1e-12)))
         factor.append(made)
     half: list[float] = []

@@ -1,8 +1,8 @@
 """Calibration: which calls run faster in kernels on the user's own GPU, measured and recorded for planning.
 
 The configurations that are needed pass the self-test first; then every call is verified and timed, launched and
-replayed, beside the best of eager and compiled torch. What the planner reads of it, and concludes from it, is said in
-``planning.record``; what lies on disk, in ``calibrations``.
+replayed, beside the best of eager and compiled torch. ``planning.record`` says how the planner uses the times, and
+``calibrations`` what their file holds.
 """
 
 from __future__ import annotations
@@ -158,7 +158,7 @@ def passed(trials: Sequence[Trial], facts: Device, device: torch.device) -> list
     missing = set[str]().union(*wanted.values())
     chosen, tested = list[Trial](), set[str]()
     for trial in all_trials(facts):
-        # One for each configuration: that of the whole self-test take each with several options.
+        # One for each configuration is enough: the whole self-test runs each with several options.
         if names := missing.intersection(launched(trial.plan(facts)).values()):
             chosen.append(trial)
             tested |= names

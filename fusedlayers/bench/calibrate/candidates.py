@@ -24,9 +24,9 @@ from ..cases.trial import Trial
 from ..contenders import AUTO_SWITCHES
 
 SYNTAX = "CASE:SIZES[:WORD,...]"
-# The letter of rows, as many as a call happens to have; other sizes are a layer's own.
+# The letter of rows, whose number differs from call to call; the other sizes are those of a layer.
 _ROWS = "M"
-# Under what names problems have the letters of cases that are none of theirs.
+# The letters of cases whose sizes have other names in problems.
 _FIELDS = {"B": "batch", "k": "top_k", "R": "rank_up"}
 
 

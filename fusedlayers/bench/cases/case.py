@@ -28,7 +28,7 @@ ALL: dict[str, Case] = {}
 
 @dataclass(frozen=True)
 class Options:
-    """What is benchmarked of a case, beside its shape; a case ignores those that are none of its flags."""
+    """What is benchmarked of a case, beside its shape; a case ignores options that are not among its flags."""
 
     activation: str = "identity"
     gated: bool = False

@@ -15,10 +15,10 @@ from .case import ALL, DTYPES, Case, Inputs, Options, Shape
 
 # (tokens, hidden) of a feed-forward block: whole tiles, and tails in both.
 WHOLE, RAGGED = (1024, 512), (1061, 488)
-# Few SMs, so that each program of an sm90 kernel takes many tiles, with two consumers; as many as there are,
-# with one consumer; the generic kernels, where the sm90 ones would run; recomputing, where a backward pass would
-# store what is hidden, or pre-activations; in little memory, so that there are several chunks of logits; and weights
-# that lie transposed, which the sm90 kernels read as they are.
+# "few": few SMs, so that each program of an sm90 kernel takes many tiles, with two consumers. "all": those of the
+# device, with one consumer. "generic": the generic kernels run in place of the sm90 ones. "recomputing": the backward
+# pass recomputes what it would store otherwise. "in chunks": so little memory that the logits are cut into several
+# chunks. "transposed": weights are transposed in memory, which the sm90 kernels read as they are.
 MACHINES: dict[str, dict[str, Any]] = {
     "few": {"sms": 4},
     "all": {},
@@ -32,7 +32,7 @@ MACHINES: dict[str, dict[str, Any]] = {
     "few, transposed": {"sms": 4, "transposed": True},
     "recomputing, transposed": {"sms": 4, "recompute": True, "transposed": True},
 }
-# What is no fact of the device: an argument of the call, MiB of temporary memory, and how weights lie.
+# These are no facts of the device, but an argument of the call, MiB of temporary memory, and the layout of weights.
 _NO_FACTS = ("recompute", "workspace", "transposed")
 
 
