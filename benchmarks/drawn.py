@@ -225,25 +225,30 @@ def table(record: Record) -> Table:
     return Table("Random sizes: the best of torch over auto mode", columns, tuple(lines))
 
 
+def _timed(record: Record) -> Iterator[tuple[str, Record]]:
+    """What is measured of each size, direction and kind of time, behind its name."""
+    for row in record["rows"]:
+        for kind in KINDS:
+            if kind in row:
+                yield f"{row['grid']} {row['shape']} {row['direction']}, {kind}", row[kind]
+
+
 def slower_than_torch(record: Record) -> list[str]:
     """One line for every size at which auto mode is slower than torch by more than the noise."""
     return [
-        f"{row['grid']} {row['shape']} {row['direction']}, {kind}: {row[kind]['speed_up']:.2f} of "
-        f"{row[kind]['best']}'s speed ({row[kind]['path']} path)"
-        for row in record["rows"]
-        for kind in KINDS
-        if kind in row and row[kind]["speed_up"] < ENOUGH and row[kind]["beyond_noise"]
+        f"{name}: {found['speed_up']:.2f} of {found['best']}'s speed ({found['path']} path)"
+        for name, found in _timed(record)
+        if found["speed_up"] < ENOUGH and found["beyond_noise"]
     ]
 
 
 def left_to_torch(record: Record) -> list[str]:
     """One line for every size that auto mode leaves to torch though kernels are faster by more than the noise."""
     return [
-        f"{row['grid']} {row['shape']} {row['direction']}, {kind}: auto {row[kind]['microseconds']:.0f} µs, kernels "
-        f"{row[kind]['kernels']['microseconds']:.0f} µs ({row[kind]['kernels']['path']} path)"
-        for row in record["rows"]
-        for kind in KINDS
-        if kind in row and _left_to_torch(row[kind])
+        f"{name}: auto {found['microseconds']:.0f} µs, kernels {found['kernels']['microseconds']:.0f} µs "
+        f"({found['kernels']['path']} path)"
+        for name, found in _timed(record)
+        if _left_to_torch(found)
     ]
 
 

@@ -10,7 +10,7 @@ from fusedlayers.bench.tables import NONE, Table, median, shape_of, timed_rows
 
 from .endings import day_and_commit, over_torch
 from .layer_tables import rows_with_times
-from .plots import figure_class, save
+from .plots import bars, figure_class, save
 
 TORCH, AUTO, KERNELS, AUTO_FUNCTION = "torch", "auto", "kernels", "function"
 # How a contender runs, behind its name: as it is, without autograd's own thread, compiled.
@@ -95,17 +95,13 @@ def plot(record: Record, path: Path) -> list[Path]:
 
 
 def _bars(axes: Any, rows: list[Record]) -> None:
-    width = 0.8 / len(_COLOURS)
     for place, (name, colour) in enumerate(_COLOURS.items()):
-        for way, hatch in ((ONE_WAY, ""), (ONE_THREAD, "//")):
-            found = {at: value for at, row in enumerate(rows) if (value := over_torch(row, name + way)) is not None}
-            if found:
-                # The one without a thread stands before the other, half as wide.
-                at = [i - 0.4 + (place + 0.5) * width for i in found]
-                axes.bar(
-                    at, list(found.values()), width / (2 if way else 1), label=_LABELS[name] + way, color=colour,
-                    hatch=hatch, edgecolor="white",
-                )  # fmt: skip
+        for way, hatch, share in ((ONE_WAY, "", 1.0), (ONE_THREAD, "//", 0.5)):
+            # The one without a thread stands before the other, half as wide.
+            bars(
+                axes, [over_torch(row, name + way) for row in rows], (place, len(_COLOURS)), share,
+                label=_LABELS[name] + way, color=colour, hatch=hatch, edgecolor="white",
+            )  # fmt: skip
     axes.axhline(1.0, color="black", linewidth=1)
     axes.set_xticks(range(len(rows)), [f"{row['grid']} {shape_of(row)}" for row in rows], rotation=30, ha="right")
     # Above the bars, which a legend among them would hide.

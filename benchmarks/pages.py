@@ -26,7 +26,7 @@ from train_examples.tables import table
 
 from . import drawn, float8, host_tables, layer_tables, step_tables
 from .endings import over_torch
-from .plots import figure_class
+from .plots import bars, figure_class
 from .step_models import LIGER, LIGER_AUTO, NORM, TORCH
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -190,21 +190,17 @@ def draw(path: Path) -> None:
     models = [model for model in step_tables.FIRST_PAGE if (model, "eager") in rows]
     figure = figure_class()(figsize=(10, 6.4), layout="constrained")
     faster, smaller = figure.subplots(2, 1, sharex=True)
-    width = 0.8 / len(step_tables.WAYS)
     for place, (name, mode, heading) in enumerate(step_tables.WAYS):
-        speeds, sizes = {}, {}
-        for at, model in enumerate(models):
+        speeds, sizes = list[float | None](), list[float | None]()
+        for model in models:
             yardstick, row = rows[model, "eager"], rows.get((model, mode), {"contenders": {}, "held_bytes": 0})
             theirs, ours = tables.median(yardstick, "torch", "launched"), tables.median(row, name, "launched")
             memory = step_tables.peak(yardstick, "torch"), step_tables.peak(row, name)
-            if theirs and ours:
-                speeds[at - 0.4 + (place + 0.5) * width] = theirs / ours
-            if ours and memory[0] and memory[1]:
-                sizes[at - 0.4 + (place + 0.5) * width] = memory[0] / memory[1]
+            speeds.append(theirs / ours if theirs and ours else None)
+            sizes.append(memory[0] / memory[1] if ours and memory[0] and memory[1] else None)
         for axes, values in ((faster, speeds), (smaller, sizes)):
-            if values:
-                label = heading.replace("`", "")
-                axes.bar(list(values), list(values.values()), width, label=label, color=_COLOURS[place])
+            label = heading.replace("`", "")
+            bars(axes, values, (place, len(step_tables.WAYS)), label=label, color=_COLOURS[place])
     for axes, what in ((faster, "speed"), (smaller, "memory, torch's peak over this one")):
         axes.axhline(1.0, color="black", linewidth=1)
         axes.set_ylabel(f"{what}\n(higher is better, eager torch = 1)")

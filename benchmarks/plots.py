@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +89,18 @@ def save(figure: Any, record: Record, title: str, target: Path) -> Path:
     return target
 
 
+def bars(axes: Any, values: Sequence[float | None], place: tuple[int, int], share: float = 1.0, **style: Any) -> None:
+    """A bar for each value that is known, around its number; ``place``: the number of this series, and of all.
+
+    ``share`` is that of its place that a bar is wide.
+    """
+    number, count = place
+    width = 0.8 / count
+    known = {at - 0.4 + (number + 0.5) * width: value for at, value in enumerate(values) if value is not None}
+    if known:
+        axes.bar(list(known), list(known.values()), width * share, **style)
+
+
 def _speed_ups(axes: Any, rows: list[Record]) -> None:
     series = {f"auto mode, {kind}": [speed_up(row, kind) for row in rows] for kind in KINDS}
     forced = [None if _same(row) else speed_up(row, "replayed", FUSED) for row in rows]
@@ -138,10 +150,8 @@ def _same(row: Record) -> bool:
 
 
 def _bars(axes: Any, rows: list[Record], series: dict[str, list[float | None]], colours: dict[str, str]) -> None:
-    width = 0.8 / max(1, len(series))
     for place, (name, values) in enumerate(series.items()):
-        at = [i - 0.4 + (place + 0.5) * width for i, value in enumerate(values) if value is not None]
-        axes.bar(at, [value for value in values if value is not None], width, label=name, color=colours[name])
+        bars(axes, values, (place, len(series)), label=name, color=colours[name])
     axes.set_xticks(range(len(rows)), [shape_of(row) for row in rows], rotation=30, ha="right")
     axes.set_xlabel(rows[0]["meaning"])
 

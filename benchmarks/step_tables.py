@@ -11,7 +11,7 @@ from fusedlayers.bench.tables import NONE, Table, median, timed_rows
 
 from .endings import day_and_commit, over_torch
 from .layer_tables import other_commits, rows_with_times
-from .plots import figure_class, save
+from .plots import bars, figure_class, save
 from .step_models import AUTO, KERNELS, LIGER, LIGER_AUTO, NAMES, NORM, RECOMPUTE, TORCH
 
 MODES = ("eager", "compile", "reduce-overhead")
@@ -142,10 +142,8 @@ def plot(record: Record, path: Path) -> list[Path]:
 
 def _bars(axes: Any, rows: list[Record], series: dict[str, list[float | None]]) -> None:
     series = {name: values for name, values in series.items() if any(value is not None for value in values)}
-    width = 0.8 / max(1, len(series))
     for place, (name, values) in enumerate(series.items()):
-        found = {i - 0.4 + (place + 0.5) * width: value for i, value in enumerate(values) if value is not None}
-        axes.bar(list(found), list(found.values()), width, label=_LABELS[name], color=_COLOURS[name])
+        bars(axes, values, (place, len(series)), label=_LABELS[name], color=_COLOURS[name])
     axes.axhline(1.0, color="black", linewidth=1)
     if series:
         # Above the bars, which a legend among them would hide.
