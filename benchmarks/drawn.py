@@ -153,12 +153,11 @@ def _measured(settings: Settings, until: float | None, family: str, number: int)
 def _compile(row: Row, settings: Settings) -> None:
     """What verification will run, so that nobody waits for a compiler while this process has a share of the GPU."""
     for backward in (False, True)[: 1 + row.case.backward]:
-        work = random_work(row.case, row.options, row.shape, settings.draw, backward)
         for name in (AUTO, FUSED):
             ours = contender(name, row.case, row.options)
-            # Verification will say what failed.
+            # Verification will say what failed, a lack of memory too.
             with switched(ours.switches), suppress(Exception):
-                work.run(ours.call)
+                random_work(row.case, row.options, row.shape, settings.draw, backward).run(ours.call)
 
 
 def _short(row: Record) -> Record:

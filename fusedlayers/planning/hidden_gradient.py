@@ -20,6 +20,7 @@ from .call import Call, Decision, Facts, activation_accuracy, no_kernels
 from .choosing import choose
 from .devices import PARTIALS_LIMIT, Device
 from .measured import Preferences
+from .texts import tiles_text
 
 # Partial sums of the rows beyond this number are added up by a program itself, one tile after the other.
 MOST_BANDS = 256
@@ -41,10 +42,6 @@ class HiddenGradientProblem(Call):
     operation: str = "hidden_gradient"
 
     __hash__ = Call.__hash__
-
-    @property
-    def empty(self) -> bool:
-        return 0 in (self.M, self.N, self.O)
 
     @property
     def flops(self) -> int:
@@ -201,5 +198,4 @@ def epilogue_text(tiles: EpilogueTiles, pipeline: EpiloguePipeline | None) -> st
         return f"sm90: {size}, {pipeline.step} inner, consumers 2 in turn, stages {pipeline.stages}{order}"
     if not tiles.block_inner:
         return f"torch's product, then {tiles.block_m} × {tiles.block_n} of its elements, {tiles.num_warps} warps"
-    size = f"{tiles.block_m} × {tiles.block_n} of the product, {tiles.block_inner} inner"
-    return f"{size}, {tiles.num_warps} warps, {tiles.num_stages} stages"
+    return tiles_text(f"{tiles.block_m} × {tiles.block_n} of the product, {tiles.block_inner} inner", tiles)

@@ -15,6 +15,7 @@ from .choosing import choose
 from .devices import PARTIALS_LIMIT, Device, splits_of_full_waves
 from .measured import TileCosts
 from .record import LAUNCHED, REPLAYED
+from .texts import tiles_text
 
 # A split shorter than this many row blocks spends more on its partial than on its products.
 SHORTEST_SPLIT = 4
@@ -39,10 +40,6 @@ class WeightGradientProblem(Call):
     operation: str = "weight_gradient"
 
     __hash__ = Call.__hash__
-
-    @property
-    def empty(self) -> bool:
-        return 0 in (self.M, self.O, self.K)
 
     @property
     def flops(self) -> int:
@@ -100,7 +97,7 @@ class WeightGradientPlan(Decision):
         elif self.tiles is not None:
             t = self.tiles
             size = f"{t.block_m} × {t.block_n} of dW, {t.block_inner} rows at a time"
-            rows.append(("tiles", f"{size}, {t.num_warps} warps, {t.num_stages} stages"))
+            rows.append(("tiles", tiles_text(size, t)))
         if self.path == "fused":
             rows.append(("splits", f"{self.splits} row ranges"))
         return rows
