@@ -27,7 +27,7 @@ from fusedlayers.bench.arguments import add_record_options, positive, record_pat
 from fusedlayers.bench.cases import CASES, Case, Shape
 from fusedlayers.bench.contenders import AUTO, COMPILED, EAGER, FUSED, contender
 from fusedlayers.bench.record import Record
-from fusedlayers.bench.runner import Row, Settings, is_right, shape_text
+from fusedlayers.bench.runner import Row, Settings, is_right
 from fusedlayers.bench.tables import (
     DIRECTIONS,
     ENOUGH,
@@ -38,6 +38,7 @@ from fusedlayers.bench.tables import (
     apart,
     best_of_torch,
     median,
+    shape_of,
     speed_up,
 )
 from fusedlayers.bench.work import random_work
@@ -162,7 +163,7 @@ def _compile(row: Row, settings: Settings) -> None:
 
 def _short(row: Record) -> Record:
     """A row with what the table says: 60 sizes of ten operations would fill megabytes otherwise."""
-    short = {"case": row["case"], "grid": row["grid"], "shape": shape_text(row["shape"]), "direction": row["direction"]}
+    short = {"case": row["case"], "grid": row["grid"], "shape": shape_of(row), "direction": row["direction"]}
     for kind in KINDS:
         ratio, ours = speed_up(row, kind), median(row, AUTO, kind)
         if ratio is not None and ours is not None:

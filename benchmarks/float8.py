@@ -32,9 +32,10 @@ from torch._dynamo.utils import counters
 
 from fusedlayers.bench import record as records
 from fusedlayers.bench.arguments import add_record_options, positive, record_path
+from fusedlayers.bench.cases import shape_text
 from fusedlayers.bench.contenders import AUTO_SWITCHES
 from fusedlayers.bench.record import Record
-from fusedlayers.bench.runner import FORWARD, FORWARD_BACKWARD, shape_text
+from fusedlayers.bench.runner import FORWARD, FORWARD_BACKWARD
 from fusedlayers.bench.tables import DIRECTIONS, ENOUGH, KINDS, NONE, Table, shape_of
 from fusedlayers.bench.timing import (
     DISCARDED_ROUNDS,

@@ -32,10 +32,10 @@ from torch import Tensor, nn
 
 from fusedlayers.bench import record as records
 from fusedlayers.bench.arguments import add_record_options, chosen_device, parse_shape, positive, record_path, several
-from fusedlayers.bench.cases import DTYPES, Grid, Shape
+from fusedlayers.bench.cases import DTYPES, Grid, Shape, shape_text
 from fusedlayers.bench.contenders import AUTO_SWITCHES, FUSED_SWITCHES, Contender, why_untimed
 from fusedlayers.bench.record import Record
-from fusedlayers.bench.runner import FORWARD, FORWARD_BACKWARD, shape_text
+from fusedlayers.bench.runner import FORWARD, FORWARD_BACKWARD
 from fusedlayers.bench.timing import NotTimed, Timing, measure
 from fusedlayers.bench.verification import Verification, close
 from fusedlayers.closeness import compare_draws

@@ -19,11 +19,10 @@ from torch import Tensor
 
 from fusedlayers.bench import record as records
 from fusedlayers.bench.arguments import add_record_options, parse_shape, positive, record_path
-from fusedlayers.bench.cases import DTYPES, Draw, Shape
+from fusedlayers.bench.cases import DTYPES, Draw, Shape, shape_text
 from fusedlayers.bench.cases.split_k import CASE as SPLIT_K
 from fusedlayers.bench.contenders import EAGER, FUSED_SWITCHES, Contender, contender
 from fusedlayers.bench.record import Record
-from fusedlayers.bench.runner import shape_text
 from fusedlayers.bench.tables import NONE, Table
 from fusedlayers.bench.timing import NotTimed, clock_for, measure
 from fusedlayers.bench.work import random_work, reference_results, timed_work

@@ -15,7 +15,7 @@ import torch
 
 from . import record as records
 from . import tables
-from .cases import DTYPES, Case, Draw, Grid, Options, Shape
+from .cases import DTYPES, Case, Draw, Grid, Options, Shape, shape_text
 from .contenders import AUTO, FUSED, Contender, contender, our_paths, our_plan, why_untimed
 from .memory import peak_bytes, saved_bytes
 from .record import Record
@@ -73,11 +73,6 @@ class Settings:
     def shapes(self, grid: Grid) -> tuple[Shape, ...]:
         """The shapes of a grid for this device."""
         return grid.shapes if self.device.type == "cuda" else grid.shapes_without_gpu
-
-
-def shape_text(shape: Shape | list[int]) -> str:
-    """``65536×256×1024``."""
-    return "×".join(map(str, shape))
 
 
 def run(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from .cases import shape_text
 from .contenders import AUTO, COMPILED, EAGER, FUSED, TORCH_CONTENDERS
 from .record import Record
 
@@ -126,8 +127,8 @@ def cells(row: Record, more: Sequence[str]) -> list[str]:
 
 
 def shape_of(row: Record) -> str:
-    """``65536×256×1024``."""
-    return "×".join(map(str, row["shape"]))
+    """The shape of a record's row: ``65536×256×1024``."""
+    return shape_text(row["shape"])
 
 
 def _times(row: Record, name: str) -> str:

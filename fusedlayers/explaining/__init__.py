@@ -1,19 +1,19 @@
 """Explains a plan: which path runs, what it costs, what it saves, and why the other paths were rejected."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, cast, overload
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor, nn
 
-from .. import functional, planning
+from .. import planning
 from ..devices import describe
 from ..functional.dispatch import dispatch, plan_on_card
 from ..functional.operation import Operation, operation_of
 from ..planning import Device
 from ..replacing.heads import FusedLossHead
 from .explanation import BlockExplanation, Explanation, ModelExplanation, explanation_of, in_16_bits, problem_on
-from .models import calls_of_model, is_model
+from .models import calls_of_model, function_and_arguments, is_model
 
 __all__ = ["BlockExplanation", "Explanation", "ModelExplanation", "explain"]
 
@@ -81,23 +81,23 @@ def explain(
         TypeError: ``target`` is none of these, or a model was given no tensor.
         ValueError: ``on`` is not the name of a known GPU.
     """
-    facts = None if on is None else planning.card(on)
+    found = _explained(target, inputs, options, None if on is None else planning.card(on))
+    return found.details if details else found
+
+
+def _explained(
+    target: Any, inputs: Sequence[Any], options: dict[str, Any], facts: Device | None
+) -> Explanation | ModelExplanation:
     if is_model(target):
-        model = _model(cast(nn.Module, target), inputs, options, facts)
-        return model.details if details else model
+        return _model(target, inputs, options, facts)
+    # A MaxSim has no weights: only its function.
+    function = getattr(target, "function", target)
     if isinstance(target, nn.Module) and hasattr(target, "call_arguments"):
-        fused: Any = target
-        given = (*inputs, *(value for value in options.values() if isinstance(value, Tensor)))
-        reason = fused.why_called(*given) if hasattr(fused, "why_called") else None
-        if reason is not None:
-            found = _not_fused(target, reason)
-            return found.details if details else found
-        inputs, options = (), fused.call_arguments(*inputs, **options)
-        adapted = "up_scale" in options
-        operation = operation_of(getattr(target, "function", functional.lora_ffn if adapted else functional.ffn))
-    else:
-        # A MaxSim has no weights: only its function.
-        operation = operation_of(getattr(target, "function", target))
+        called = function_and_arguments(target, *inputs, **options)
+        if isinstance(called, str):
+            return _not_fused(target, called)
+        inputs, (function, options) = (), called
+    operation = operation_of(function)
     if operation is None:
         known = (
             "a FusedFFN, a FusedMoE, a SplitKLinear, a MaxSim, a LinearCrossEntropyLoss, a function of "
@@ -107,8 +107,7 @@ def explain(
         raise TypeError(f"target must be {known}, got {type(target).__name__}")
     tensors, others = operation.bound(*inputs, **options)
     others = operation.check(tensors, others)
-    found = _call(operation, tensors, others, tensors[0].device, facts)
-    return found.details if details else found
+    return _call(operation, tensors, others, tensors[0].device, facts)
 
 
 def _call(

@@ -29,6 +29,19 @@ class BlockCall(NamedTuple):
     device: torch.device
 
 
+def function_and_arguments(
+    module: Any, *inputs: Tensor, **options: Any
+) -> tuple[Callable[..., Any], dict[str, Any]] | str:
+    """The public function that a fused module calls for these inputs, and its arguments; or why its children run."""
+    given = (*inputs, *(value for value in options.values() if isinstance(value, Tensor)))
+    reason: str | None = module.why_called(*given) if hasattr(module, "why_called") else None
+    if reason is not None:
+        return reason
+    arguments = module.call_arguments(*inputs, **options)
+    adapted = "up_scale" in arguments
+    return getattr(module, "function", functional.lora_ffn if adapted else functional.ffn), arguments
+
+
 def is_model(target: object) -> bool:
     """Whether ``target`` holds blocks of this library that are explained one by one."""
     if not isinstance(target, nn.Module):
@@ -81,13 +94,8 @@ class _Calls:
         else:
             width = module.in_features if isinstance(module, SplitKLinear) else module.d_model
             given = (self.x(width, module),)
-        reason = module.why_called(*given) if hasattr(module, "why_called") else None
-        if reason is not None:
-            return {"": reason}
-        arguments = module.call_arguments(*given)
-        adapted = "up_scale" in arguments
-        function = getattr(module, "function", functional.lora_ffn if adapted else functional.ffn)
-        return {"": self.call(function, arguments)}
+        called = function_and_arguments(module, *given)
+        return {"": called if isinstance(called, str) else self.call(*called)}
 
     def x(self, width: int, holder: nn.Module) -> Tensor:
         """An input for the weights of ``holder``, in the dtype of its products."""

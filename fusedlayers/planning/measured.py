@@ -30,20 +30,20 @@ class TileCosts:
 
 @dataclass(frozen=True, kw_only=True)
 class Preferences:
-    """Of an FFN's epilogue path, of its gradient alone, and of a linear layer.
+    """Which kernels are faster, of an FFN's epilogue path, of its hidden's gradient, and of a linear layer.
 
-    Torch's product of the hidden, and a kernel for what follows it, are faster than one kernel for rows of x that start
-    at no multiple of so many elements, from the widths ``uneven_from`` on; and without a gate, for rows of at least
-    ``few_units_width`` elements, twice as many as there are hidden units or more. The same of the hidden's gradient for
-    such rows of dy, ``uneven_gradient_from``, and where each SM has up to ``few_tiles``, of rows of dy narrower than
-    ``wide_gradient_from`` and of others.
+    Torch's product of the hidden, and a kernel for what follows it, are faster than one kernel if rows of x start at no
+    multiple of some number of elements and are as wide as ``uneven_from`` says for it; and without a gate if rows of x
+    have at least ``few_units_width`` elements, and at most half as many hidden units. Of the hidden's gradient
+    ``uneven_gradient_from`` says the same of rows of dy. There torch's product is also faster with up to ``few_tiles``
+    for each SM: one number for rows of dy narrower than ``wide_gradient_from``, and one for others.
 
-    Without a gate and up to ``widest_staying`` (O, N) programs that stay in a column of tiles are faster, where as many
+    Without a gate and up to ``widest_staying`` (O, N), programs that stay in one column of tiles are faster if as many
     programs in each column keep at least the share ``least_staying`` of the SMs busy.
 
-    A kernel of a linear layer with up to ``dependent_rows`` is started while the one before it still runs. From
-    ``padded_from`` elements of x and W on (launched one by one, in a CUDA graph) torch's gradients are faster with dz
-    and W padded to whole vectors of columns.
+    A kernel of a linear layer with up to ``dependent_rows`` starts while the one before it still runs. From
+    ``padded_from`` elements of x and W on (launched one by one, in a CUDA graph), torch's gradients are faster if dz
+    and W are padded to whole vectors of columns.
     """
 
     uneven_from: Mapping[int, int]

@@ -25,9 +25,8 @@ from ...planning.record import TORCH, Record, Row
 from ...planning.texts import in_words
 from .. import record
 from ..arguments import add_device_option, chosen_device, positive
-from ..cases import DTYPES
+from ..cases import DTYPES, shape_text
 from ..cases.trial import Trial
-from ..runner import shape_text
 from ..selftest import find_failures
 from ..selftest.running import is_broken
 from ..selftest.trials import all_trials, launched

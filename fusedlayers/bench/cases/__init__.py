@@ -6,7 +6,7 @@ Everything else in this package works on any case.
 from importlib import import_module
 from pkgutil import iter_modules
 
-from .case import ALL, DTYPES, INITS, Case, Draw, Grid, Inputs, Operand, Options, Results, Shape, as_tuple
+from .case import ALL, DTYPES, INITS, Case, Draw, Grid, Inputs, Operand, Options, Results, Shape, as_tuple, shape_text
 
 # What the files of the cases share.
 _SHARED = ("case", "trial")
@@ -29,4 +29,5 @@ __all__ = [
     "Results",
     "Shape",
     "as_tuple",
+    "shape_text",
 ]

@@ -119,6 +119,11 @@ def as_tuple(results: Results) -> tuple[Tensor, ...]:
     return tuple(tensor for tensor in together if tensor is not None)
 
 
+def shape_text(shape: Iterable[int]) -> str:
+    """``65536×256×1024``."""
+    return "×".join(map(str, shape))
+
+
 def one_product(shape: Shape, options: Options) -> int:
     """Floating-point operations of a single product with these three sizes."""
     return 2 * math.prod(shape)
