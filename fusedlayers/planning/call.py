@@ -127,7 +127,7 @@ _Plan = TypeVar("_Plan", bound="Decision")
 # A path gains bytes if it keeps less than this share of torch's: 32-bit instead of 64-bit indices are no gain.
 CLEARLY_FEWER = 0.9
 # Why torch runs a call.
-NO_OTHER_PATH = "no other path is both possible and faster"
+NO_OTHER_PATH, SET_TO_TORCH = "no other path is both possible and faster", "the backend is set to torch"
 # The 16-bit elements of a vector: rows whose length is a multiple of it all start at the address of a vector.
 VECTOR = 8
 
@@ -258,6 +258,8 @@ class Decision:
 
 # What measures kernels beside torch on the user's own GPU.
 CALIBRATE = "python -m fusedlayers.bench calibrate"
+# Why auto mode leaves a call to torch of whose kind no time is known.
+NOT_ON_RECORD = f"nothing like it was measured: {CALIBRATE} does that, FUSEDLAYERS_BACKEND=triton runs the kernels"
 # The paths that launch kernels of ours.
 KERNEL_PATHS = ("fused", "epilogue")
 
@@ -295,12 +297,7 @@ def not_measured(problem: Any, device: Device) -> str | None:
         return None
     if problem.dtype == "float32":
         return "float32 products in IEEE precision do not use the matrix units; torch's kernels are faster"
-    return no_time_on_record(problem)
-
-
-def no_time_on_record(problem: Any) -> str:
-    """Why auto mode leaves to torch what nothing is known of."""
-    return f"nothing like it was measured: {CALIBRATE} does that, FUSEDLAYERS_BACKEND=triton runs the kernels"
+    return NOT_ON_RECORD
 
 
 def why_never_kernels(problem: Any, device: Device, backend: str) -> str | None:
@@ -308,7 +305,7 @@ def why_never_kernels(problem: Any, device: Device, backend: str) -> str | None:
     if (reason := no_kernels(problem, device)) is not None:
         return reason
     if backend == "torch":
-        return "the backend is set to torch"
+        return SET_TO_TORCH
     return not_measured(problem, device) if backend == "auto" else None
 
 

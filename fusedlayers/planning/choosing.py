@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from .call import no_time_on_record, not_measured
+from .call import NOT_ON_RECORD, SET_TO_TORCH, not_measured
 from .devices import Device
 from .record import TORCH, Surface
 
@@ -46,7 +46,7 @@ def choose(
     against = {path: reason for path, reason in cannot.items() if reason is not None}
     able = [path for path in cannot if path not in against]
     if backend == "torch":
-        against |= dict.fromkeys(able, "the backend is set to torch")
+        against |= dict.fromkeys(able, SET_TO_TORCH)
         return Choice(TORCH, against)
     if backend == "triton":
         path, *others = [*able, TORCH]
@@ -61,7 +61,7 @@ def choose(
     for how in problem.measured_as:
         surface = record.surface(problem.recorded_kin, how, len(problem.sizes))
         if surface is None:
-            return Choice(TORCH, against | dict.fromkeys(able, no_time_on_record(problem)))
+            return Choice(TORCH, against | dict.fromkeys(able, NOT_ON_RECORD))
         found.append(surface)
     timed = {name: path for name, path in names.items() if all(name in surface.paths for surface in found)}
     timed[TORCH] = TORCH
@@ -73,9 +73,7 @@ def choose(
         path = timed[_along(problem, found, {name: kept(each) for name, each in timed.items()})]
         slower = f"{path} is expected to be about as fast or faster with so many tokens, or keeps less"
     known = timed.values()
-    against |= {
-        each: slower if each in known else no_time_on_record(problem) for each in (*able, TORCH) if each != path
-    }
+    against |= {each: slower if each in known else NOT_ON_RECORD for each in (*able, TORCH) if each != path}
     return Choice(path, against, tuple(timed.items()))
 
 

@@ -9,7 +9,18 @@ from typing import Any, ClassVar
 
 from ..kernels.tuning import CONSUMER_ROWS, StoredConfig, TileConfig, hidden_stride, padded_width
 from . import ffn_chunked, ffn_epilogue, reassociating
-from .call import NO_OTHER_PATH, Call, Decision, Facts, Yields, activation_accuracy, direction, no_kernels, not_measured
+from .call import (
+    NO_OTHER_PATH,
+    SET_TO_TORCH,
+    Call,
+    Decision,
+    Facts,
+    Yields,
+    activation_accuracy,
+    direction,
+    no_kernels,
+    not_measured,
+)
 from .choosing import Choice, choose
 from .costs import gemm_units, kept_by_torch, saved_bytes
 from .devices import Device
@@ -235,7 +246,7 @@ def _plan(problem: Problem, device: Device, backend: str) -> Plan:
     if problem.recompute is True:
         # Chunks keep no pre-activations, so that the same kernels may compute them. Where these were measured, torch's
         # operations took longer in chunks at every width.
-        refused = "the backend is set to torch" if backend == "torch" else None
+        refused = SET_TO_TORCH if backend == "torch" else None
         if refused is None and backend == "auto" and unsupported is None:
             refused = not_measured(problem, device)
         path, against = "chunked", {"fused": not_fused or refused, TORCH: _FORBIDDEN, "epilogue": _FORBIDDEN}

@@ -16,7 +16,7 @@ from ..kernels.tuning import (
     sm90_reduce_config,
 )
 from ..kernels.tuning.dtypes import GENERIC
-from .call import Call, Decision, Facts, Yields, direction, no_kernels, no_time_on_record
+from .call import NOT_ON_RECORD, Call, Decision, Facts, Yields, direction, no_kernels
 from .choosing import Choice, choose
 from .costs import SAVED_FOR_SLOPE, SLOPE_FROM_VALUE
 from .devices import PARTIALS_LIMIT, Device, filling_splits
@@ -147,7 +147,7 @@ def plan(problem: ReduceProblem, device: Device, backend: str = "auto") -> Reduc
             # Atomic addition is asked for by name, whatever is faster.
             backend, cannot["algebraic"] = "triton", cannot["algebraic"] or "atomic=True asks for the kernels"
         elif problem.activation != "identity" or problem.biased or problem.product:
-            cannot["fused"] = unsupported or f"bias, activation, or the product itself: {no_time_on_record(problem)}"
+            cannot["fused"] = unsupported or f"bias, activation, or the product itself: {NOT_ON_RECORD}"
     choice = choose(problem, device, backend, cannot)
     if able and not choice.timed and choice.path == TORCH and backend == "auto":
         # No time is known of either, and the product of a sum is less work on any device.
