@@ -27,7 +27,7 @@ from train_examples.tables import table
 from . import drawn, float8, host_tables, layer_tables, step_tables
 from .endings import over_torch
 from .plots import bars, figure_class
-from .step_models import LIGER, LIGER_AUTO, NORM, TORCH
+from .step_models import FP8, LIGER, LIGER_AUTO, NORM, TORCH
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -90,6 +90,7 @@ PLACES = {
     "random sizes": Place("drawn", r"(?:-\w+)?", drawn.markdown),
     "recompute": Place("recompute"),
     "fp8": Place("float8", markdown=float8.markdown),
+    "fp8, whole steps": Place("steps", "-fp8", step_tables.markdown),
 }
 
 
@@ -143,6 +144,22 @@ def _training_steps() -> str:
     headings = (f"ms / GiB on one {step_tables.card(found)}", *(heading for *_, heading in _SIX_WAYS))
     conditions = f"{step_tables.conditions(found)}: bf16, six layers, random weights, {tokens} tokens."
     return f"{table(headings, lines)}\n\n{conditions}"
+
+
+def _fp8_steps() -> str:
+    """What compiled steps in 8 bits gain, in a sentence."""
+    found = _most_complete("fp8, whole steps", _cells_with_times)
+    gains = []
+    for row in tables.timed_rows(found):
+        times = [tables.median(row, name, "launched") for name in (NORM, FP8)]
+        if row["direction"] == "compile" and times[0] and times[1] and times[1] < 0.98 * times[0]:
+            gains.append(f"{row['title']} from {times[0] * 1e3:.1f} to {times[1] * 1e3:.1f}")
+    wide = ", ".join(gains)
+    measured = step_tables.conditions(found)
+    return (
+        f'`fl.replace(model, precision="fp8")` takes the compiled steps of wide models further down, in ms: {wide} '
+        f"([what it costs](docs/fp8.md); {measured[0].lower()}{measured[1:]})."
+    )
 
 
 def _cell(seconds: float, size: int | None, fastest: bool) -> str:
@@ -214,6 +231,7 @@ def draw(path: Path) -> None:
 
 TABLES: dict[str, Callable[[], str]] = {
     "training steps": _training_steps,
+    "steps in fp8": _fp8_steps,
     "what to expect": _expectations,
     "whole runs": _whole_runs,
     "families": lambda: step_table.markdown(json.loads(step_table.RECORD.read_text())),

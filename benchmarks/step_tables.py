@@ -12,7 +12,7 @@ from fusedlayers.bench.tables import NONE, Table, median, timed_rows
 from .endings import day_and_commit, over_torch
 from .layer_tables import other_commits, rows_with_times
 from .plots import bars, figure_class, save
-from .step_models import AUTO, KERNELS, LIGER, LIGER_AUTO, NAMES, NORM, RECOMPUTE, TORCH
+from .step_models import AUTO, FP8, KERNELS, LIGER, LIGER_AUTO, NAMES, NORM, RECOMPUTE, TORCH
 
 MODES = ("eager", "compile", "reduce-overhead")
 # The columns of the first page: contender, mode, and heading.
@@ -33,10 +33,12 @@ _LIBRARIES = {"torch": "torch", "triton": "Triton", "transformers": "transformer
 LIMIT = 1.02
 _COLOURS = {
     AUTO: "#0072b2", NORM: "#009e73", KERNELS: "#e69f00", RECOMPUTE: "#56b4e9", LIGER: "#cc79a7", LIGER_AUTO: "#d55e00",
+    FP8: "#00704a",
 }  # fmt: skip
 _LABELS = {
     AUTO: "fusedlayers, norm=False", NORM: "fusedlayers", KERNELS: "fusedlayers, kernels forced",
     RECOMPUTE: "fusedlayers, recompute=True", LIGER: "Liger-Kernel", LIGER_AUTO: "Liger-Kernel with fusedlayers",
+    FP8: "fusedlayers in fp8",
 }  # fmt: skip
 
 
