@@ -13,9 +13,10 @@ from ..kernels.gemm_gemm import Arithmetic, Operands, WeightGradients
 from ..planning import Plan, Problem
 from .call import call_facts, wants_gradient
 from .custom_ops import Result, Results
-from .operands import check_given, check_tensors, flat_batch, leading_dims, said
+from .operands import flat_batch, leading_dims
 from .operation import Operation, Tensors, formula
 from .prepared import Prepared
+from .shapes import Shapes
 
 
 def gemm_gemm(a: Tensor, b: Tensor, c: Tensor, *, activation: str | None = None) -> Tensor:
@@ -44,41 +45,17 @@ def gemm_gemm(a: Tensor, b: Tensor, c: Tensor, *, activation: str | None = None)
     return GEMM_GEMM(a, b, c, activation)
 
 
-def check_gemm_gemm(a: Tensor, b: Tensor, c: Tensor) -> None:
-    """Checks every argument but the activation."""
-    check_given(a=a, b=b, c=c)
-    check_tensors({"a": a, "b": b, "c": c}, sparse=("a", "b", "c"))
-    for name, tensor, letters in (("a", a, "[*B, M, K]"), ("b", b, "[*B, K, N]"), ("c", c, "[*B, N, O]")):
-        if tensor.dim() < 2:
-            raise ValueError(f"{said(name, tensor)}: expected {letters}, at least two dimensions")
-    if b.shape[-2] != a.shape[-1]:
-        raise ValueError(
-            f"{said('b', b)}: expected [*B, K, N] with K = {a.shape[-1]}, the last dimension of a {list(a.shape)}"
-        )
-    if c.shape[-2] != b.shape[-1]:
-        raise ValueError(
-            f"{said('c', c)}: expected [*B, N, O] with N = {b.shape[-1]}, the last dimension of b {list(b.shape)}"
-        )
-    try:
-        leading_dims(a, b, c)
-    except RuntimeError as error:
-        batches = [tuple(tensor.shape[:-2]) for tensor in (a, b, c)]
-        raise ValueError(
-            f"{said('a', a)}, {said('b', b)}, {said('c', c)}: expected leading dimensions *B that broadcast, "
-            f"got {', '.join(str(list(batch)) for batch in batches)}"
-        ) from error
-
-
 class _GemmGemm(Operation):
     """``act(a @ b) @ c`` on a ``[Z, M, K]``, b ``[Z, K, N]``, c ``[Z, N, O]``; backward recomputes ``a @ b``."""
 
     problem_type = Problem
+    shapes = Shapes("a: ... M K, b: ... K N, c: ... N O", sparse="a b c")
     operands = "a b c"
     torch_paths = ("torch", "reassociated")
 
     def check(self, tensors: Tensors, options: tuple[Any, ...]) -> tuple[Any, ...]:
         activation = canonical_activation(options[0])
-        check_gemm_gemm(*tensors)
+        self.shapes.check(*tensors)
         return (activation,)
 
     def problem(self, tensors: Tensors, options: tuple[Any, ...]) -> Problem:

@@ -13,9 +13,11 @@ from ..kernels.matmul.arithmetic import Arithmetic
 from ..planning import HiddenGradientProblem
 from .call import call_facts, wants_gradient
 from .custom_ops import Result, Results
-from .operands import check_bias, check_given, check_shape, check_tensors, rows, said, with_leading_dims
+from .operands import rows, with_leading_dims
 from .operation import Operation, Tensors, formula
+from .options import checked_flag
 from .prepared import Prepared
+from .shapes import Shapes
 
 _Gradients = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]
 
@@ -55,29 +57,11 @@ def hidden_gradient(
     return HIDDEN_GRADIENT(dy, w_down, z, z_gate, activation, bias)
 
 
-def check_hidden_gradient(dy: Tensor, w_down: Tensor, z: Tensor, z_gate: Tensor | None, bias: bool) -> None:
-    """Checks every argument but the activation."""
-    check_given(dy=dy, w_down=w_down, z=z)
-    check_tensors({"dy": dy, "w_down": w_down, "z": z, "z_gate": z_gate}, sparse=("dy", "w_down"))
-    check_bias(bias)
-    if dy.dim() < 1:
-        raise ValueError(f"{said('dy', dy)}: expected [*B, M, O], at least one dimension")
-    if w_down.dim() != 2 or w_down.shape[0] != dy.shape[-1]:
-        hint = " (it looks transposed)" if w_down.dim() == 2 and w_down.shape[1] == dy.shape[-1] else ""
-        raise ValueError(
-            f"{said('w_down', w_down)}: expected [O, N] with O = {dy.shape[-1]}, the last dimension of dy "
-            f"{list(dy.shape)}{hint}"
-        )
-    shape = (*dy.shape[:-1], w_down.shape[1])
-    for name, pre_activation in (("z", z), ("z_gate", z_gate)):
-        because = f"as dy {list(dy.shape)} and w_down {list(w_down.shape)} set it"
-        check_shape(name, pre_activation, shape, "[*B, M, N]", because)
-
-
 class _HiddenGradient(Operation):
     """dz, dz_gate, db_up, db_gate of dy, w_down, z, z_gate; their gradients go through the reference."""
 
     problem_type = HiddenGradientProblem
+    shapes = Shapes("dy: *B M? O, w_down: O N, z: *B M? N, z_gate?: *B M? N", sparse="dy w_down")
     operands = "dy w_down z z_gate?"
     row_operands = ("dy", "z", "z_gate")
     has_backward = False
@@ -86,9 +70,8 @@ class _HiddenGradient(Operation):
     def check(self, tensors: Tensors, options: tuple[Any, ...]) -> tuple[Any, ...]:
         activation, bias = options
         activation = canonical_activation(activation)
-        dy, w_down, z, z_gate = tensors
-        check_hidden_gradient(dy, w_down, z, z_gate, bias)
-        return activation, bias
+        self.shapes.check(*tensors)
+        return activation, checked_flag("bias", bias)
 
     def problem(self, tensors: Tensors, options: tuple[Any, ...]) -> HiddenGradientProblem:
         (dy, w_down, _, z_gate), (activation, bias) = tensors, options

@@ -18,18 +18,12 @@ from ..planning.float8 import IN_16_BITS
 from .call import call_facts, traced, wants_gradient
 from .custom_ops import Result, Results
 from .float8 import note_sources, product, quantised, quantised_transpose, quantised_weight, weight_gradients
-from .operands import (
-    check_given,
-    check_shape,
-    check_tensors,
-    check_width,
-    rows,
-    said,
-    without_autocast,
-)
+from .operands import rows, without_autocast
 from .operation import Operation, Tensors, formula
+from .options import checked_choice
 from .precision import Float8, precision_word
 from .prepared import Prepared
+from .shapes import Shapes
 from .weight_gradient import planned_weight_gradient
 
 REDUCTIONS = ("workspace", "atomic")
@@ -78,25 +72,6 @@ def linear(
     return LINEAR(x, weight, bias, activation, split_k, reduction, precision_word(precision))
 
 
-def check_linear(x: Tensor, weight: Tensor, bias: Tensor | None, split_k: int | str, reduction: str) -> None:
-    """Checks every argument but the activation."""
-    check_given(x=x, weight=weight)
-    check_tensors({"x": x, "weight": weight, "bias": bias}, sparse=("x", "weight"))
-    if x.dim() < 1:
-        raise ValueError(f"{said('x', x)}: expected [*B, M, K], at least one dimension")
-    if weight.dim() != 2:
-        raise ValueError(f"{said('weight', weight)}: expected [N, K], two dimensions")
-    check_width("x", x, "[*B, M, K]", "weight", weight)
-    check_shape("bias", bias, (weight.shape[0],), "[N]", "as weight has N rows")
-    check_split_k(split_k)
-    check_reduction(reduction)
-    if reduction == "atomic" and torch.are_deterministic_algorithms_enabled():
-        raise RuntimeError(
-            'linear with reduction="atomic" adds in no fixed order, and torch.use_deterministic_algorithms(True) is '
-            'set; reduction="workspace" is deterministic'
-        )
-
-
 def check_split_k(split_k: int | str) -> None:
     """Checks for ``"auto"`` or an int from 1 on; the plan lowers it where ranges would be empty."""
     if split_k == "auto":
@@ -108,9 +83,8 @@ def check_split_k(split_k: int | str) -> None:
 
 
 def check_reduction(reduction: str) -> None:
-    """``"workspace"`` or ``"atomic"``."""
-    if not isinstance(reduction, str) or reduction not in REDUCTIONS:
-        raise ValueError(f"reduction must be one of {', '.join(REDUCTIONS)}, got {reduction!r}")
+    """Checks for ``"workspace"`` or ``"atomic"``."""
+    checked_choice("reduction", reduction, REDUCTIONS)
 
 
 class _Linear(Operation):
@@ -121,6 +95,7 @@ class _Linear(Operation):
     """
 
     problem_type = LinearProblem
+    shapes = Shapes("x: *B M? K, weight: N K, bias?: N", sparse="x weight")
     operands = "x weight bias?"
     row_operands = ("x",)
 
@@ -128,8 +103,14 @@ class _Linear(Operation):
         activation, split_k, reduction, precision = options
         activation = canonical_activation(activation)
         precision = None if precision is None else precision_word(precision)
-        x, weight, bias = tensors
-        check_linear(x, weight, bias, split_k, reduction)
+        self.shapes.check(*tensors)
+        check_split_k(split_k)
+        check_reduction(reduction)
+        if reduction == "atomic" and torch.are_deterministic_algorithms_enabled():
+            raise RuntimeError(
+                'linear with reduction="atomic" adds in no fixed order, and torch.use_deterministic_algorithms(True) '
+                'is set; reduction="workspace" is deterministic'
+            )
         return activation, split_k, reduction, precision
 
     def variant(self, options: tuple[Any, ...]) -> Operation:

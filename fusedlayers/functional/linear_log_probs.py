@@ -10,16 +10,8 @@ from .. import reference
 from ..planning.linear_cross_entropy import LossProblem
 from .custom_ops import Result, Results
 from .linear_cross_entropy import LossHead, fused, logits_formula
-from .linear_cross_entropy.arguments import (
-    check_classes,
-    check_layer,
-    checked_ignore_index,
-    checked_scale,
-    checked_softcap,
-    loss_problem,
-)
+from .linear_cross_entropy.arguments import LOG_PROBS_SHAPES, checked_options, loss_problem
 from .linear_cross_entropy.chunked import Head
-from .operands import checked_flag
 from .operation import Tensors
 from .prepared import Prepared
 
@@ -74,14 +66,8 @@ class _LinearLogProbs(LossHead):
     oracle = staticmethod(reference.linear_log_probs)
 
     def check(self, tensors: Tensors, options: tuple[Any, ...]) -> tuple[Any, ...]:
-        input, linear_weight, target, linear_bias = tensors
-        ignore_index, softcap, logit_scale, return_entropy, recompute = options
-        check_layer(input, linear_weight, target, linear_bias)
-        check_classes(input, target)
-        checked_flag("return_entropy", return_entropy)
-        checked_flag("recompute", recompute)
-        ignored = checked_ignore_index(ignore_index)
-        return ignored, checked_softcap(softcap), checked_scale(logit_scale), return_entropy, recompute
+        LOG_PROBS_SHAPES.check(*tensors)
+        return tuple(checked_options(dict(zip(self.option_names, options, strict=True))).values())
 
     def problem(self, tensors: Tensors, options: tuple[Any, ...]) -> LossProblem:
         _, softcap, _, return_entropy, recompute = options

@@ -1,5 +1,6 @@
 """Late interaction: the public function, and its operation."""
 
+import functools
 import math
 from collections.abc import Sequence
 from itertools import pairwise
@@ -14,9 +15,10 @@ from ..kernels.maxsim import MaxSimOperands
 from ..planning import MaxSimProblem
 from .call import call_facts, traced, wants_gradient
 from .custom_ops import Result, Results
-from .operands import check_given, check_layout, check_shape, check_tensors, said
+from .operands import describe_tensor
 from .operation import Operation, Tensors
 from .prepared import Prepared
+from .shapes import Shapes, check_absent
 
 
 def maxsim(
@@ -35,8 +37,8 @@ def maxsim(
     starts. The documents are shared by all queries.
 
     Args:
-        queries: ``[Q, Lq, d]``, or ``[total, d]`` with ``cu_seqlens_queries``; any strides.
-        documents: ``[D, Ld, d]``, or ``[total, d]`` with ``cu_seqlens_documents``.
+        queries: ``[Q, Lq, d]``, or packed ``[ΣLq, d]`` with ``cu_seqlens_queries``; any strides.
+        documents: ``[D, Ld, d]``, or packed ``[ΣLd, d]`` with ``cu_seqlens_documents``.
         query_mask: boolean ``[Q, Lq]``, True where a token takes part, or None. Masked tokens may hold anything.
         document_mask: boolean ``[D, Ld]``, or None.
         cu_seqlens_queries: int32 or int64 ``[Q + 1]``: 0, then the end of each query; the last one is the total.
@@ -58,44 +60,16 @@ def maxsim(
     return MAXSIM(queries, documents, query_mask, document_mask, cu_seqlens_queries, cu_seqlens_documents)
 
 
-def check_maxsim(*tensors: Any) -> None:
-    """Checks every argument but the values of the offsets (:func:`check_offsets`)."""
-    queries, documents, query_mask, document_mask, cu_seqlens_queries, cu_seqlens_documents = tensors
-    check_given(queries=queries, documents=documents)
-    check_tensors({"queries": queries, "documents": documents})
-    sides = (
-        ("queries", queries, "[Q, Lq, d]", "query_mask", query_mask, "[Q, Lq]", cu_seqlens_queries),
-        ("documents", documents, "[D, Ld, d]", "document_mask", document_mask, "[D, Ld]", cu_seqlens_documents),
+@functools.cache
+def _shapes(packed_queries: bool, packed_documents: bool) -> Shapes:
+    """The tensors of a call, each side padded or packed."""
+    queries, documents = "ΣLq d" if packed_queries else "Q Lq d", "ΣLd d" if packed_documents else "D Ld d"
+    packed = [name for name, is_packed in (("queries", packed_queries), ("documents", packed_documents)) if is_packed]
+    return Shapes(
+        f"queries: {queries}, documents: {documents}, query_mask?: mask(Q Lq), document_mask?: mask(D Ld), "
+        "cu_seqlens_queries?: index(Q+1), cu_seqlens_documents?: index(D+1)",
+        note="".join(f", because cu_seqlens_{name} packs {name}" for name in packed),
     )
-    for name, tensor, letters, mask_name, mask, mask_letters, offsets in sides:
-        offsets_name = f"cu_seqlens_{name}"
-        for extra_name, extra in ((mask_name, mask), (offsets_name, offsets)):
-            if extra is not None and not isinstance(extra, Tensor):
-                raise TypeError(f"{extra_name} must be a torch.Tensor or None, got {type(extra).__name__}")
-            if extra is not None:
-                check_layout(extra_name, extra)
-            if extra is not None and extra.device != queries.device:
-                raise ValueError(f"{said(extra_name, extra)}: expected the device of queries, {queries.device}")
-        if offsets is not None:
-            if mask is not None:
-                raise ValueError(f"{said(mask_name, mask)}: expected None, because {offsets_name} packs {name}")
-            if offsets.dtype not in (torch.int32, torch.int64):
-                raise TypeError(f"{said(offsets_name, offsets)}: expected dtype torch.int32 or torch.int64")
-            if offsets.dim() != 1 or offsets.shape[0] < 1:
-                raise ValueError(f"{said(offsets_name, offsets)}: expected one dimension, the offsets 0, …, total")
-        expected, why = (3, "") if offsets is None else (2, f", packed, because of {offsets_name}")
-        if tensor.dim() != expected:
-            layout = letters if offsets is None else "[total, d]"
-            raise ValueError(f"{said(name, tensor)}: expected {layout}{why}")
-        if mask is not None:
-            if mask.dtype != torch.bool:
-                raise TypeError(f"{said(mask_name, mask)}: expected dtype torch.bool, True where a token takes part")
-            check_shape(mask_name, mask, tuple(tensor.shape[:2]), mask_letters, f"as {name} {list(tensor.shape)}")
-    if documents.shape[-1] != queries.shape[-1]:
-        raise ValueError(
-            f"{said('documents', documents)}: expected d = {queries.shape[-1]}, "
-            f"the last dimension of queries {list(queries.shape)}"
-        )
 
 
 def check_offsets(name: str, offsets: Tensor | None, tokens: Tensor) -> None:
@@ -103,14 +77,16 @@ def check_offsets(name: str, offsets: Tensor | None, tokens: Tensor) -> None:
     if offsets is None:
         return
     values, total = offsets.tolist(), tokens.shape[0]
+    fall = next((position for position, (one, two) in enumerate(pairwise(values)) if two < one), None)
     if values[0] != 0:
-        raise ValueError(f"{said(name, offsets)}: expected 0 first, got {values[0]}")
-    fall = next((place for place, (one, two) in enumerate(pairwise(values)) if two < one), None)
-    if fall is not None:
-        found = f"{values[fall]}, {values[fall + 1]} at {fall} and {fall + 1}"
-        raise ValueError(f"{said(name, offsets)}: expected values that never decrease, got {found}")
-    if values[-1] != total:
-        raise ValueError(f"{said(name, offsets)}: expected {total} last, the number of packed tokens, got {values[-1]}")
+        expected = f"0 first, got {values[0]}"
+    elif fall is not None:
+        expected = f"values that never decrease, got {values[fall]}, {values[fall + 1]} at {fall} and {fall + 1}"
+    elif values[-1] != total:
+        expected = f"{total} last, the number of packed tokens, got {values[-1]}"
+    else:
+        return
+    raise ValueError(f"{describe_tensor(name, offsets)}: expected {expected}")
 
 
 class _MaxSim(Operation):
@@ -123,7 +99,17 @@ class _MaxSim(Operation):
     torch_takes_cast = True
 
     def check(self, tensors: Tensors, options: tuple[Any, ...]) -> tuple[Any, ...]:
-        check_maxsim(*tensors)
+        _, _, query_mask, document_mask, cu_seqlens_queries, cu_seqlens_documents = tensors
+        _shapes(cu_seqlens_queries is not None, cu_seqlens_documents is not None).check(*tensors)
+        for name, offsets, mask_name, mask in (
+            ("queries", cu_seqlens_queries, "query_mask", query_mask),
+            ("documents", cu_seqlens_documents, "document_mask", document_mask),
+        ):
+            if offsets is not None:
+                check_absent(mask_name, mask, f"cu_seqlens_{name} packs {name}")
+                if not offsets.numel():
+                    described = describe_tensor(f"cu_seqlens_{name}", offsets)
+                    raise ValueError(f"{described}: expected the offsets 0, …, total")
         return options
 
     def problem(self, tensors: Tensors, options: tuple[Any, ...]) -> MaxSimProblem:

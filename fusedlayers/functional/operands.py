@@ -1,4 +1,4 @@
-"""Operands of a call: checks that name the argument, the dtype that products run in, and layouts."""
+"""Operands of a call: how errors name them, the dtype that products run in, and layouts."""
 
 import functools
 import math
@@ -12,29 +12,9 @@ from torch import Tensor
 _NOTHING = nullcontext()
 
 
-def said(name: str, tensor: Tensor) -> str:
+def describe_tensor(name: str, tensor: Tensor) -> str:
     """How errors describe a tensor argument."""
     return f"{name} of shape {list(tensor.shape)} and dtype {tensor.dtype} on {tensor.device}"
-
-
-def check_given(**tensors: Tensor | None) -> None:
-    """Checks that required operands are not None."""
-    for name, tensor in tensors.items():
-        if tensor is None:
-            raise TypeError(f"{name} must be a torch.Tensor, got None")
-
-
-def check_layout(name: str, tensor: Tensor) -> None:
-    """Checks that a tensor is strided.
-
-    Raises:
-        TypeError: it is nested or sparse.
-    """
-    # A nested tensor has no shape to print.
-    if tensor.is_nested:
-        raise TypeError(f"{name} is a nested tensor ({tensor.layout}): expected a plain tensor, padded or packed")
-    if tensor.layout is not torch.strided:
-        raise TypeError(f"{said(name, tensor)} has the layout {tensor.layout}: expected torch.strided")
 
 
 @contextmanager
@@ -49,80 +29,10 @@ def naming_layouts(names: Sequence[str], tensors: Sequence[Any]) -> Iterator[Non
     except RuntimeError as error:
         for name, tensor in zip(names, tensors, strict=True):
             if tensor is not None and tensor.layout not in (torch.strided, torch.jagged):
-                raise TypeError(
-                    f"{said(name, tensor)} has the layout {tensor.layout}: expected torch.strided, because torch "
-                    f"cannot compute this with it"
-                ) from error
+                described = f"{describe_tensor(name, tensor)} has the layout {tensor.layout}"
+                reason = "because torch cannot compute this with it"
+                raise TypeError(f"{described}: expected torch.strided, {reason}") from error
         raise
-
-
-def check_tensors(tensors: dict[str, Tensor | None], sparse: tuple[str, ...] = ()) -> None:
-    """Checks that tensors are floating-point, on the device of the first, and of its dtype unless autocast casts them.
-
-    ``sparse`` names those that may be sparse: torch judges their layout, in :func:`naming_layouts`.
-
-    Raises:
-        TypeError: not a tensor, nested or sparse, not a real floating dtype, or dtypes that differ outside autocast.
-        ValueError: different devices.
-    """
-    first_name, first = next(iter(tensors.items()))
-    for name, tensor in tensors.items():
-        if tensor is None or first is None:
-            continue
-        if not isinstance(tensor, Tensor):
-            raise TypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
-        if tensor.is_nested or name not in sparse:
-            check_layout(name, tensor)
-        if not tensor.is_floating_point():
-            raise TypeError(f"{said(name, tensor)}: expected a real floating-point dtype")
-        if tensor.device != first.device:
-            raise ValueError(f"{said(name, tensor)}: expected the device of {first_name}, {first.device}")
-        mixed = tensor.dtype != first.dtype
-        if mixed and not (autocast_dtype(first.device) and torch.float64 not in (tensor.dtype, first.dtype)):
-            raise TypeError(f"{said(name, tensor)}: expected the dtype of {first_name}, {first.dtype}")
-
-
-def check_shape(name: str, tensor: Tensor | None, expected: tuple[int, ...], letters: str, because: str) -> None:
-    """Checks the shape of ``tensor``; None passes."""
-    if tensor is not None and tuple(tensor.shape) != expected:
-        raise ValueError(f"{said(name, tensor)}: expected {letters} = {list(expected)} {because}")
-
-
-def check_width(name: str, x: Tensor, letters: str, weight_name: str, weight: Tensor, axis: int = -1) -> None:
-    """Checks that x has as many columns as this ``axis`` of its weight.
-
-    The error names x, because the weight of a module is what its author asked for.
-    """
-    if x.shape[-1] == weight.shape[axis]:
-        return
-    other = weight.shape[-1 if axis == -2 else -2]
-    hint = f", unless {weight_name} is meant to be transposed" if other == x.shape[-1] else ""
-    raise ValueError(
-        f"{said(name, x)}: expected {letters} with K = {weight.shape[axis]}, as {weight_name} is "
-        f"{list(weight.shape)}{hint}"
-    )
-
-
-def check_bias(bias: bool) -> None:
-    """Checks that ``bias``, whether the sum over the rows is wanted, is a bool and not a tensor."""
-    if not isinstance(bias, bool):
-        raise TypeError(f"bias must be True or False, got {type(bias).__name__}")
-
-
-def checked_flag(name: str, value: Any) -> bool:
-    """``True`` or ``False``."""
-    if not isinstance(value, bool):
-        raise TypeError(f"{name} must be True or False, got {value!r} ({type(value).__name__})")
-    return value
-
-
-def checked_number(name: str, value: Any, expected: str, least: float = -math.inf, most: float = math.inf) -> float:
-    """A finite number between two bounds, as a float."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise TypeError(f"{name} must be {expected}, got {value!r} ({type(value).__name__})")
-    if not (math.isfinite(value) and least <= value <= most):
-        raise ValueError(f"{name} must be {expected}, got {value!r}")
-    return float(value)
 
 
 @functools.cache

@@ -14,9 +14,11 @@ from ..kernels.tuning import COLUMN_SUM_TILES
 from ..planning import WeightGradientPlan, WeightGradientProblem
 from .call import call_facts, wants_gradient
 from .custom_ops import Result, Results
-from .operands import check_bias, check_given, check_tensors, rows, said, without_autocast
+from .operands import rows, without_autocast
 from .operation import Operation, Tensors
+from .options import checked_flag
 from .prepared import Prepared
+from .shapes import Shapes
 
 
 def weight_gradient(dy: Tensor, x: Tensor, *, bias: bool = True) -> tuple[Tensor, Tensor | None]:
@@ -40,20 +42,6 @@ def weight_gradient(dy: Tensor, x: Tensor, *, bias: bool = True) -> tuple[Tensor
     return WEIGHT_GRADIENT(dy, x, bias)
 
 
-def check_weight_gradient(dy: Tensor, x: Tensor, bias: bool) -> None:
-    """Checks every argument."""
-    check_given(dy=dy, x=x)
-    check_tensors({"dy": dy, "x": x}, sparse=("x",))
-    check_bias(bias)
-    for name, tensor, letters in (("dy", dy, "[*B, M, O]"), ("x", x, "[*B, M, K]")):
-        if tensor.dim() < 1:
-            raise ValueError(f"{said(name, tensor)}: expected {letters}, at least one dimension")
-    if x.shape[:-1] != dy.shape[:-1]:
-        raise ValueError(
-            f"{said('x', x)}: expected [*B, M, K] with *B, M = {list(dy.shape[:-1])}, as dy {list(dy.shape)}"
-        )
-
-
 def planned_weight_gradient(
     dy: Tensor, x: Tensor, plan: WeightGradientPlan, ready: dict[Any, Any]
 ) -> tuple[Tensor, Tensor | None]:
@@ -72,13 +60,15 @@ class _WeightGradient(Operation):
     """dW and db (or None) of dy ``[M, O]`` and x ``[M, K]``; its gradients are plain products, through torch."""
 
     problem_type = WeightGradientProblem
+    shapes = Shapes("dy: *B M? O, x: *B M? K", sparse="x")
     operands = "dy x"
     row_operands = ("dy", "x")
     has_backward = False
     torch_takes_cast = True
 
     def check(self, tensors: Tensors, options: tuple[Any, ...]) -> tuple[Any, ...]:
-        check_weight_gradient(*tensors, *options)
+        self.shapes.check(*tensors)
+        checked_flag("bias", *options)
         return options
 
     def problem(self, tensors: Tensors, options: tuple[Any, ...]) -> WeightGradientProblem:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from typing import Any, Literal, cast
 
 import torch
@@ -11,8 +10,8 @@ from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 from torch.fx import Proxy
 
-from ..functional.ffn.arguments import check_dropout, check_recompute
-from ..functional.operands import checked_flag
+from ..functional.ffn.arguments import check_recompute, checked_dropout
+from ..functional.options import checked_flag, checked_size
 from ..functional.precision import Float8, precision_word
 from ..kernels.activations import ACTIVATIONS, canonical_activation
 from .adapters import ffn_pieces
@@ -20,19 +19,6 @@ from .children import is_plain_now, say_once, why_not_now
 from .keeping import keep, kept
 from .pieces import FFNPieces
 from .traced import outside_of_traces, traceable, traced_ffn
-
-
-def _positive(name: str, value: int) -> int:
-    try:
-        size = operator.index(value)
-    except TypeError:
-        size = None
-    if size is None or isinstance(value, bool):
-        raise TypeError(f"{name} must be a positive int, got {value!r} ({type(value).__name__})")
-    if size <= 0:
-        raise ValueError(f"{name} must be a positive int, got {size}")
-    return size
-
 
 # All that a call reads of the block.
 _PARTS = ("up_proj", "gate_proj", "down_proj", "activation", "dropout", "training")
@@ -83,12 +69,11 @@ class FusedFFN(nn.Module):
         precision: str | Float8 | None = None,
     ) -> None:
         super().__init__()
-        self.d_model = _positive("d_model", d_model)
-        self.d_ff = _positive("d_ff", d_ff)
+        self.d_model = checked_size("d_model", d_model)
+        self.d_ff = checked_size("d_ff", d_ff)
         self.activation = canonical_activation(activation)
         self.gated = checked_flag("gated", gated)
-        check_dropout("dropout", dropout)
-        self.dropout = float(dropout)
+        self.dropout = checked_dropout("dropout", dropout)
         check_recompute(recompute)
         self.recompute: Literal["auto"] | bool | int = recompute
         self.precision = precision_word(precision)

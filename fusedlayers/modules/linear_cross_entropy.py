@@ -12,16 +12,8 @@ from torch.compiler import is_dynamo_compiling
 from torch.fx import Proxy
 
 from .. import functional, reference
-from ..functional.linear_cross_entropy.arguments import (
-    check_class_weight,
-    check_reduction,
-    checked_ignore_index,
-    checked_scale,
-    checked_smoothing,
-    checked_softcap,
-    checked_z_loss,
-)
-from ..functional.operands import checked_flag
+from ..functional.linear_cross_entropy.arguments import check_no_gradient, checked_options
+from ..functional.shapes import Shapes
 from .children import say_once, why_not_now, why_not_plain
 from .traced import outside_of_traces
 
@@ -70,22 +62,24 @@ class LinearCrossEntropyLoss(nn.Module):
         recompute: bool = False,
     ) -> None:
         super().__init__()
-        check_reduction(reduction)
-        checked_ignore_index(ignore_index)
+        checked = checked_options(
+            {
+                "reduction": reduction, "ignore_index": ignore_index, "label_smoothing": label_smoothing,
+                "softcap": softcap, "logit_scale": logit_scale, "z_loss": z_loss, "recompute": recompute,
+            }
+        )  # fmt: skip
         if not isinstance(out_features, Sequence) or any(type(each) is not int or each < 1 for each in out_features):
             raise TypeError(f"out_features must be a tuple of positive ints, got {out_features!r}")
         self.num_classes, self.out_features = num_classes, tuple(out_features)
-        self.reduction, self.ignore_index = reduction, ignore_index
-        self.recompute = checked_flag("recompute", recompute)
-        self.label_smoothing = checked_smoothing(label_smoothing)
-        self.softcap = checked_softcap(softcap)
-        self.logit_scale = checked_scale(logit_scale)
-        self.z_loss = checked_z_loss(z_loss)
+        self.reduction, self.ignore_index, self.recompute = reduction, ignore_index, recompute
+        self.label_smoothing: float = checked["label_smoothing"]
+        self.softcap: float | None = checked["softcap"]
+        self.logit_scale: float = checked["logit_scale"]
+        self.z_loss: float = checked["z_loss"]
         rows = math.prod(self.out_features, start=num_classes)
         self.linear = nn.Linear(in_features, rows, bias=bias, device=device, dtype=dtype)
-        if weight is not None:
-            device = weight.device if isinstance(weight, Tensor) else "meta"
-            check_class_weight(weight, torch.empty(num_classes, 0, device=device))
+        Shapes(f"weight?: float({num_classes})").check(weight)
+        check_no_gradient(weight)
         self.register_buffer("weight", weight)
 
     def reset_parameters(self) -> None:

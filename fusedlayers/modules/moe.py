@@ -10,10 +10,11 @@ from torch import Tensor, nn
 from torch.fx import Proxy
 
 from .. import functional
-from ..functional.operands import check_given, check_tensors, checked_flag, said
+from ..functional.options import checked_choice, checked_flag, checked_size
+from ..functional.shapes import Shapes
 from ..kernels.activations import canonical_activation
 from .children import parameter
-from .ffn import FusedFFN, _positive
+from .ffn import FusedFFN
 
 SCORES = ("softmax", "sigmoid")
 
@@ -111,13 +112,11 @@ class FusedMoE(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        self.d_model, self.d_ff = _positive("d_model", d_model), _positive("d_ff", d_ff)
-        self.num_experts, self.top_k = _positive("num_experts", num_experts), _positive("top_k", top_k)
+        self.d_model, self.d_ff = checked_size("d_model", d_model), checked_size("d_ff", d_ff)
+        self.num_experts, self.top_k = checked_size("num_experts", num_experts), checked_size("top_k", top_k)
         if self.top_k > self.num_experts:
             raise ValueError(f"top_k must be at most num_experts = {num_experts}, got {top_k}")
-        if scores not in SCORES:
-            raise ValueError(f"scores must be one of {', '.join(SCORES)}, got {scores!r}")
-        self.activation, self.scores = canonical_activation(activation), scores
+        self.activation, self.scores = canonical_activation(activation), checked_choice("scores", scores, SCORES)
         self.normalize, self.recompute = checked_flag("normalize", normalize), checked_flag("recompute", recompute)
         gated, bias = checked_flag("gated", gated), checked_flag("bias", bias)
         options: dict[str, Any] = {"device": device, "dtype": dtype}
@@ -126,7 +125,7 @@ class FusedMoE(nn.Module):
         self.shared_expert = (
             None
             if shared_d_ff is None
-            else FusedFFN(self.d_model, _positive("shared_d_ff", shared_d_ff), activation, gated, bias, **options)
+            else FusedFFN(self.d_model, checked_size("shared_d_ff", shared_d_ff), activation, gated, bias, **options)
         )
 
     def reset_parameters(self) -> None:
@@ -143,12 +142,10 @@ class FusedMoE(nn.Module):
         """
         # The router runs first, and torch's error would name neither the argument nor the module.
         first = getattr(self.experts, self.experts.first)
-        if not isinstance(x, Proxy):  # which has no values to check
-            if not isinstance(x, Tensor) or x.dtype != first.dtype:
-                check_given(x=x)
-                check_tensors({f"experts.{self.experts.first}": first, "x": x})
-            if x.shape[-1:] != (self.d_model,):
-                raise ValueError(f"{said('x', x)}: expected [*B, M, K] with K = d_model = {self.d_model}")
+        right = isinstance(x, Tensor) and x.dtype == first.dtype and x.shape[-1:] == (self.d_model,)
+        if not right and not isinstance(x, Proxy):  # which has no values to check
+            text = f"experts.{self.experts.first}: *any, x: *B M {self.d_model}"
+            Shapes(text, note=f", as d_model is {self.d_model}").check(first, x)
         logits = self.gate(x)
         wide = logits.double() if self._router_weight().dtype is torch.float64 else logits.float()
         scores = wide.softmax(-1) if self.scores == "softmax" else wide.sigmoid()

@@ -12,9 +12,12 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from torch.distributed.tensor.placement_types import Placement
 
 from .. import functional
-from ..functional.operands import check_given, check_shape, check_tensors
+from ..functional.shapes import Shapes
 from ..modules import FusedFFN, class_name, say_once, why_not_now
 from .shards import check_mesh, checked_placement, distribute, local_part, why_not_local
+
+_SHAPES = Shapes("x: *B M? K, residual?: *R")
+_SUM_SHAPES = Shapes("the result: float(*B M? O), residual: float(*B M? O)")
 
 
 class FusedFFNParallel(ParallelStyle):
@@ -105,8 +108,7 @@ class TensorParallelFFN(FusedFFN):
             TypeError, ValueError: x or residual does not fit the weights; the message names it.
         """
         layout = self.style.output_layouts
-        check_given(x=x)
-        check_tensors({"x": x, "residual": residual})
+        _SHAPES.check(x, residual)
         if (reason := self.why_called(x, residual)) is None:
             arguments = self.call_arguments(x)
             if arguments["dropout_p"]:
@@ -118,7 +120,7 @@ class TensorParallelFFN(FusedFFN):
         y = y.redistribute(placements=[layout])
         if residual is not None:
             added = residual if isinstance(residual, DTensor) else self._laid_out(residual, layout)
-            check_shape("residual", added, tuple(y.shape), "[*B, M, O]", "as the result")
+            _SUM_SHAPES.check(y, added)
             y = cast(DTensor, y + added.redistribute(placements=[layout]))
         return y.to_local() if self.style.use_local_output else y
 

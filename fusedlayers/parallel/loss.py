@@ -13,11 +13,13 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.parallel import ParallelStyle
 from torch.distributed.tensor.placement_types import Placement
 
-from ..functional.linear_cross_entropy.arguments import check_classes, check_layer, checked_ignore_index
+from ..functional.linear_cross_entropy.arguments import LOG_PROBS_SHAPES, checked_ignore_index
 from ..functional.linear_cross_entropy.parts import Part, losses_of_part
-from ..functional.operands import check_given, check_tensors
+from ..functional.shapes import Shapes
 from ..modules import LinearCrossEntropyLoss, class_name, say_once, why_not_now, why_not_plain
 from .shards import check_mesh, checked_placement, distribute, local_part, why_not_local
+
+_SHAPES = Shapes("input: *B K, target: class(*T)")
 
 
 class LinearCrossEntropyLossParallel(ParallelStyle):
@@ -98,8 +100,7 @@ class VocabularyParallelLoss(LinearCrossEntropyLoss):
         Raises:
             TypeError, ValueError: input or target does not fit the linear layer; the message names it.
         """
-        check_given(input=input, target=target)
-        check_tensors({"input": input})
+        _SHAPES.check(input, target)
         target = target.full_tensor() if isinstance(target, DTensor) else target
         if (reason := self.why_called(input, target)) is not None:
             say_once(self, reason)
@@ -107,8 +108,7 @@ class VocabularyParallelLoss(LinearCrossEntropyLoss):
             return self.loss_of(logits.full_tensor(), target)
         arguments = self.call_arguments(input, target)
         x, weight, bias = (arguments[name] for name in ("input", "linear_weight", "linear_bias"))
-        check_layer(x, weight, target, bias)
-        check_classes(x, target)
+        LOG_PROBS_SHAPES.check(x, weight, target, bias)
         ignored = checked_ignore_index(self.ignore_index)
         mesh = self.mesh_of_classes()
         classes, parts, rank = self.linear.weight.shape[0], mesh.size(), mesh.get_local_rank()

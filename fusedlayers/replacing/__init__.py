@@ -21,7 +21,7 @@ from typing import Any, Literal
 from torch import nn
 
 from ..functional.ffn.arguments import check_recompute
-from ..functional.operands import checked_flag
+from ..functional.options import checked_flag
 from ..functional.precision import Float8, precision_word
 from ..modules import (
     FFNPieces,

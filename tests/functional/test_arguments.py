@@ -67,11 +67,10 @@ def said(name: str, tensor: Tensor) -> str:
 def test_an_argument_that_is_no_tensor(operation: str, name: str, value: object) -> None:
     got = "None" if value is None else type(value).__name__
     if value is not None or name not in OPTIONAL:
-        refused(operation, TypeError, rf"^{name} must be a torch.Tensor, got {got}$", **{name: value})
+        expected = "a torch.Tensor or None" if name in OPTIONAL else "a torch.Tensor"
+        refused(operation, TypeError, f"^{name} must be {expected}, got {got}$", **{name: value})
     elif name == "w_gate":
-        refused(
-            operation, ValueError, r"^b_gate of shape \[18\] .* expected None, because w_gate is None$", w_gate=None
-        )
+        refused(operation, ValueError, "^b_gate must be None, because w_gate is None$", w_gate=None)
     else:
         assert functional.ffn(**valid_ffn() | {name: None}).shape == (2, M, O)
 
@@ -121,28 +120,31 @@ def test_different_devices(operation: str, name: str) -> None:
 
 
 LAYOUT = "it looks transposed"
+W_UP = rf"as w_up is \[N, K\] = \[{N}, {K}\]"
+W_DOWN = rf"as w_down is \[O, N\] = \[{O}, {N}\]"
+X = rf"as x is \[\*B, M, K\] = \[2, {M}, {K}\]"
 
 
 @pytest.mark.parametrize(
     ("name", "shape", "words"),
     [
         ("x", (), r"expected \[\*B, M, K\], at least one dimension"),
-        ("w_up", (N,), r"expected \[N, K\], nn.Linear's layout"),
-        ("w_up", (1, N, K), r"expected \[N, K\], nn.Linear's layout"),
-        ("w_down", (N, O), rf"expected \[O, N\] with N = {N}, the rows of w_up \[{N}, {K}\] \({LAYOUT}\)"),
-        ("w_down", (O, N + 1), rf"expected \[O, N\] with N = {N}, the rows of w_up \[{N}, {K}\]$"),
-        ("w_down", (N,), rf"expected \[O, N\] with N = {N}"),
-        ("w_down", (1, O, N), rf"expected \[O, N\] with N = {N}"),
-        ("b_up", (N + 1,), rf"expected \[N\] = \[{N}\] as w_up has N rows"),
+        ("w_up", (N,), rf"expected \[N, K\], two dimensions, with K = {K}, {X}$"),
+        ("w_up", (1, N, K), rf"expected \[N, K\], two dimensions, with K = {K}, {X}$"),
+        ("w_down", (N, O), rf"expected \[O, N\] with N = {N}, {W_UP} \({LAYOUT}\)$"),
+        ("w_down", (O, N + 1), rf"expected \[O, N\] with N = {N}, {W_UP}$"),
+        ("w_down", (N,), rf"expected \[O, N\], two dimensions, with N = {N}, {W_UP}$"),
+        ("w_down", (1, O, N), rf"expected \[O, N\], two dimensions, with N = {N}, {W_UP}$"),
+        ("b_up", (N + 1,), rf"expected \[N\] = \[{N}\], {W_UP}$"),
         ("b_up", (1,), rf"expected \[N\] = \[{N}\]"),
         ("b_up", (1, N), rf"expected \[N\] = \[{N}\]"),
         ("b_up", (), rf"expected \[N\] = \[{N}\]"),
-        ("b_down", (N,), rf"expected \[O\] = \[{O}\] as w_down has O rows"),
+        ("b_down", (N,), rf"expected \[O\] = \[{O}\], {W_DOWN}$"),
         ("b_down", (M, O), rf"expected \[O\] = \[{O}\]"),
-        ("w_gate", (K, N), rf"expected \[N, K\] = \[{N}, {K}\] as w_up"),
-        ("w_gate", (N + 1, K), rf"expected \[N, K\] = \[{N}, {K}\] as w_up"),
-        ("b_gate", (O,), rf"expected \[N\] = \[{N}\] as w_gate has N rows"),
-        ("residual", (2, M, K), rf"expected \[\*B, M, O\] = \[2, {M}, {O}\] as the result"),
+        ("w_gate", (K, N), rf"expected \[N, K\] = \[{N}, {K}\], {W_UP} \({LAYOUT}\)$"),
+        ("w_gate", (N + 1, K), rf"expected \[N, K\] = \[{N}, {K}\], {W_UP}$"),
+        ("b_gate", (O,), rf"expected \[N\] = \[{N}\], {W_UP}$"),
+        ("residual", (2, M, K), rf"expected \[\*B, M, O\] = \[2, {M}, {O}\], {X} and {W_DOWN.removeprefix('as ')}$"),
         ("residual", (O,), rf"expected \[\*B, M, O\] = \[2, {M}, {O}\]"),
         ("residual", (2 * M, O), rf"expected \[\*B, M, O\] = \[2, {M}, {O}\]"),
     ],
@@ -155,9 +157,11 @@ def test_shapes_of_the_ffn(name: str, shape: tuple[int, ...], words: str) -> Non
 def test_an_input_of_another_width_than_the_weights() -> None:
     """Weights of a layer are what its author asked for, unless they lie otherwise."""
     expected = r"expected \[\*B, M, K\] with K = "
-    found = rf"^x of shape \[3, 7\] .*: {expected}{K}, as w_up is \[{N}, {K}\]$"
+    found = rf"^x of shape \[3, 7\] .*: {expected}{K}, {W_UP}$"
     refused("ffn", ValueError, found, x=torch.ones(3, 7))
-    found = rf"^x of shape .*: {expected}{N}, as w_up is \[{K}, {N}\], unless w_up is meant to be transposed$"
+    found = (
+        rf"^x of shape .*: {expected}{N}, as w_up is \[N, K\] = \[{K}, {N}\], unless w_up is meant to be transposed$"
+    )
     refused("ffn", ValueError, found, w_up=torch.ones(K, N))
 
 
@@ -165,7 +169,7 @@ def test_an_input_of_another_width_than_the_weights() -> None:
     ("seed", "error", "words"),
     [
         (5, TypeError, "dropout_seed must be a torch.Tensor or None, got int"),
-        (torch.zeros(1), TypeError, r"dropout_seed .*float32.*: expected dtype torch.int64"),
+        (torch.zeros(1), TypeError, r"dropout_seed .*float32.*: expected torch.int64"),
         (torch.zeros(2, dtype=torch.int64), ValueError, r"dropout_seed of shape \[2\].*: expected \[1\]"),
         (
             torch.zeros(1, dtype=torch.int64, device="meta"),
@@ -187,11 +191,11 @@ def test_the_seed_of_the_ffn(seed: object, error: type[Exception], words: str) -
         ({"c": ()}, r"^c of shape \[\] .*: expected \[\*B, N, O\], at least two dimensions"),
         (
             {"b": (3, N, K)},
-            rf"^b of shape \[3, {N}, {K}\] .*: expected .* K = {K}, the last dimension of a \[3, {M}, {K}\]",
+            rf"^b of shape \[3, {N}, {K}\] .*: expected .* K = {K}, as a is .* = \[3, {M}, {K}\] \({LAYOUT}\)$",
         ),
         (
             {"c": (3, O, N)},
-            rf"^c of shape \[3, {O}, {N}\] .*: expected .* N = {N}, the last dimension of b \[3, {K}, {N}\]",
+            rf"^c of shape \[3, {O}, {N}\] .*: expected .* N = {N}, as b is .* = \[3, {K}, {N}\] \({LAYOUT}\)$",
         ),
         ({"a": (2, M, K)}, r"leading dimensions \*B that broadcast, got \[2\], \[3\], \[3\]"),
         (
@@ -215,12 +219,12 @@ def test_activations(operation: str) -> None:
 
 @pytest.mark.parametrize("p", [1.0, 1, -0.1, 2, math.nan, math.inf, -math.inf])
 def test_a_probability_outside_of_its_range(p: float) -> None:
-    refused("ffn", ValueError, re.escape(f"dropout_p must be in [0, 1), got {p!r}"), dropout_p=p)
+    refused("ffn", ValueError, re.escape(f"dropout_p must be a number in [0, 1), got {p!r}"), dropout_p=p)
 
 
 @pytest.mark.parametrize("p", [True, False, "0.1", None, torch.tensor(0.1), 0.1j], ids=str)
 def test_a_probability_that_is_no_number(p: object) -> None:
-    refused("ffn", TypeError, re.escape("dropout_p must be a float in [0, 1), got"), dropout_p=p)
+    refused("ffn", TypeError, re.escape("dropout_p must be a number in [0, 1), got"), dropout_p=p)
 
 
 @pytest.mark.parametrize("recompute", [None, 0, 1, -5, 1e9, "always", "True", ""], ids=repr)

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from fusedlayers import functional, planning, reference
 from fusedlayers.closeness import assert_all_close
+from fusedlayers.functional import shapes
 from fusedlayers.functional.gemm_reduce import GEMM_REDUCE
-from fusedlayers.functional.gemm_reduce.arguments import INTEGER_DTYPES
 from fusedlayers.kernels.activations import ACTIVATIONS
 from tests.support.operands import (
     DEVICE,
@@ -51,7 +51,7 @@ def test_lengths_of_every_integer_dtype(op: str, path: str) -> None:
     inputs = reduce_inputs(20, 30, 16, batches=((3,), (3,)))
     with on_path(path):
         expected = functional.gemm_reduce(**inputs, op=op, lengths=torch.tensor([1, 11, 20], device=DEVICE))
-        for dtype in INTEGER_DTYPES:
+        for dtype in shapes.DTYPES["integer"][1]:
             lengths = torch.tensor([1, 11, torch.iinfo(dtype).max], dtype=dtype, device=DEVICE)
             assert torch.equal(functional.gemm_reduce(**inputs, op=op, lengths=lengths), expected), dtype
 

@@ -56,7 +56,11 @@ BOTH = [
     ),
     ({"target": T.int()}, TypeError, "target of shape [2, 5] and dtype torch.int32 on cpu: expected torch.int64"),
     ({"target": T.to("meta")}, ValueError, "on meta: expected the device of input, cpu"),
-    ({"target": T[0]}, ValueError, "target of shape [5] and dtype torch.int64 on cpu: expected [*B] = [2, 5] as input"),
+    (
+        {"target": T[0]},
+        ValueError,
+        "target of shape [5] and dtype torch.int64 on cpu: expected [*B] = [2, 5], as",
+    ),
     ({"target": T.to_sparse()}, TypeError, "has the layout torch.sparse_coo: expected torch.strided"),
     ({"ignore_index": 1.0}, TypeError, "ignore_index must be an int or None, got 1.0 (float)"),
     ({"ignore_index": 2**63}, ValueError, "ignore_index must be an int of 64 bits, got 9223372036854775808"),
@@ -67,7 +71,11 @@ BOTH = [
     ({"logit_scale": True}, TypeError, "logit_scale must be a finite number, got True (bool)"),
 ]
 LOSSES = [
-    ({"target": T.float()}, ValueError, "expected int64 classes [*B] = [2, 5], or probabilities [*B, V] = [2, 5, 4]"),
+    (
+        {"target": T.float()},
+        ValueError,
+        "expected [*B, V] = [2, 5, 4], as input is [*B, K] = [2, 5, 3] and linear",
+    ),
     ({"reduction": "average"}, ValueError, "reduction must be one of none, mean, sum, got 'average'"),
     ({"reduction": None}, ValueError, "reduction must be one of none, mean, sum, got None"),
     ({"label_smoothing": 1.5}, ValueError, "label_smoothing must be a number from 0 to 1, got 1.5"),
@@ -76,7 +84,7 @@ LOSSES = [
     ({"weight": [1.0]}, TypeError, "weight must be a torch.Tensor or None, got list"),
     ({"weight": torch.ones(3)}, ValueError, "weight of shape [3] and dtype torch.float32 on cpu: expected [V] = [4]"),
     ({"weight": torch.ones(4).int()}, TypeError, "weight of shape [4] and dtype torch.int32 on cpu: expected a real"),
-    ({"weight": torch.ones(4, device="meta")}, ValueError, "expected the device of linear_weight, cpu"),
+    ({"weight": torch.ones(4, device="meta")}, ValueError, "expected the device of input, cpu"),
     ({"weight": torch.ones(4, requires_grad=True)}, ValueError, "requires a gradient, and class weights have none"),
 ]
 LOG_PROBS = [

@@ -120,16 +120,22 @@ def test_an_ignored_class_beside_probabilities_is_an_error() -> None:
     ("change", "words"),
     [
         (
-            {"input": torch.zeros(K)},
+            {"input": torch.zeros(K), "target": torch.zeros(3, dtype=torch.int64)},
             "input of shape [4] and dtype torch.float32 on cpu: expected [*B, K], at least two",
         ),
-        ({"target": torch.zeros(N, 2, dtype=torch.int64)}, "expected [*B, d1, ...] = [5, 3] as input is [*B, K]"),
+        ({"target": torch.zeros(N, 2, dtype=torch.int64)}, "expected [*B, *D] = [5, 3], as input is [*B, K]"),
         (
             {"target": torch.zeros(N, V)},
-            "classes [*B, d1, ...] = [5, 3], or probabilities [*B, V, d1, ...] = [5, 7, 3]",
+            "expected [*B, V, *D] = [5, 7, 3], as input is [*B, K] = [5, 4] and linear_weight is [V, *D, K]",
         ),
-        ({"linear_bias": torch.zeros(V)}, "linear_bias of shape [7] and dtype torch.float32 on cpu: expected [V, d1, "),
-        ({"linear_weight": torch.zeros(V, 3, 5)}, "expected [*B, K] with K = 5, as linear_weight is [7, 3, 5]"),
+        (
+            {"linear_bias": torch.zeros(V)},
+            "linear_bias of shape [7] and dtype torch.float32 on cpu: expected [V, *D] =",
+        ),
+        (
+            {"linear_weight": torch.zeros(V, 3, 5)},
+            "[*B, K] with K = 5, as linear_weight is [V, *D, K] = [7, 3, 5]",
+        ),
     ],
 )
 def test_bad_input(change: dict[str, Tensor], words: str) -> None:

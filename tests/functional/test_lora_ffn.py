@@ -214,11 +214,27 @@ def test_autocast_takes_adapters_of_another_dtype() -> None:
     [
         ({"up_a": None}, ValueError, "up_a must be given with up_b"),
         ({"down_b": None}, ValueError, "down_b must be given with down_a"),
-        ({"w_gate": None, "b_gate": None}, ValueError, r"gate_a of shape \[6, 24\] .* because w_gate is None"),
-        ({"up_a": torch.ones(4, 23)}, ValueError, r"up_a of shape \[4, 23\].*expected \[R, in\] = \[4, 24\]"),
-        ({"up_b": torch.ones(40, 5)}, ValueError, r"up_b of shape \[40, 5\].*expected \[out, R\] = \[40, 4\]"),
-        ({"down_a": torch.ones(3)}, ValueError, r"down_a of shape \[3\].*expected \[R, 40\]"),
-        ({"up_a": torch.ones(0, 24)}, ValueError, "of rank R >= 1"),
+        ({"w_gate": None, "b_gate": None}, ValueError, "gate_a must be None, because w_gate is None"),
+        (
+            {"up_a": torch.ones(4, 23)},
+            ValueError,
+            r"up_a of .*expected \[R_up, K\] with K = 24, as w_up is",
+        ),
+        (
+            {"up_b": torch.ones(40, 5)},
+            ValueError,
+            r"up_b of .* \[N, R_up\] = \[40, 4\], as w_up is .* and up_a is",
+        ),
+        (
+            {"down_a": torch.ones(3)},
+            ValueError,
+            r"down_a of .*expected \[R_down, N\], two dimensions, with N = 40",
+        ),
+        (
+            {"up_a": torch.ones(0, 24), "up_b": torch.ones(40, 0)},
+            ValueError,
+            r"up_a of shape \[0, 24\] .*: expected a rank of at least 1",
+        ),
         ({"gate_b": torch.ones(40, 6, dtype=torch.int64)}, TypeError, "gate_b .* real floating-point"),
         ({"up_scale": "2"}, TypeError, "up_scale must be a finite number, got '2'"),
         ({"down_scale": True}, TypeError, "down_scale must be a finite number, got True"),

@@ -213,15 +213,15 @@ def test_explained_and_verified() -> None:
 
 @pytest.mark.parametrize("dropout_p", [-0.1, 1.0, 1.5, float("nan")])
 def test_a_wrong_probability_is_named(dropout_p: float) -> None:
-    with pytest.raises(ValueError, match=r"adapter_dropout_p must be in \[0, 1\), got"):
+    with pytest.raises(ValueError, match=r"adapter_dropout_p must be a number in"):
         functional.lora_ffn(**inputs(), adapter_dropout_p=dropout_p)
 
 
 @pytest.mark.parametrize(
     ("wrong", "error", "message"),
     [
-        ({"adapter_dropout_p": "0.5"}, TypeError, "adapter_dropout_p must be a float"),
-        ({"adapter_dropout_p": True}, TypeError, "adapter_dropout_p must be a float"),
+        ({"adapter_dropout_p": "0.5"}, TypeError, "adapter_dropout_p must be a number"),
+        ({"adapter_dropout_p": True}, TypeError, "adapter_dropout_p must be a number"),
         ({"dropout_seed": torch.ones(1)}, TypeError, r"dropout_seed of shape \[1\].*torch.int64"),
         ({"dropout_seed": 3}, TypeError, "dropout_seed must be a torch.Tensor or None"),
         ({"shared_dropout": 1}, TypeError, r"shared_dropout must be True or False, got 1 \(int\)"),

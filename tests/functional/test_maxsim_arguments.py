@@ -35,24 +35,27 @@ def test_what_the_errors_are_measured_against_is_right() -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"queries": torch.randn(5, 6)}, r"queries of shape \[5, 6\] .*: expected \[Q, Lq, d\]$"),
-        ({"documents": torch.randn(1, 2, 18, 6)}, r"documents of shape \[1, 2, 18, 6\] .*: expected \[D, Ld, d\]$"),
+        ({"queries": torch.randn(5, 6)}, r"queries of shape \[5, 6\] .*: expected \[Q, Lq, d\], three dimensions$"),
+        (
+            {"documents": torch.randn(1, 2, 18, 6)},
+            r"documents of shape \[1, 2, 18, 6\] .*: expected \[D, Ld, d\], three dimensions, with d = 6, as ",
+        ),
         (
             {"documents": torch.randn(2, 18, 7)},
-            r"documents of shape \[2, 18, 7\] .*: expected d = 6, the last dimension of queries \[3, 5, 6\]$",
+            r"documents of shape \[2, 18, 7\] .*: expected \[D, Ld, d\] with d = 6, as queries is .* = \[3, 5, 6\]$",
         ),
         (
             {"query_mask": QUERY_MASK[:, 1:]},
-            r"query_mask of shape \[3, 4\] .*: expected \[Q, Lq\] = \[3, 5\] as queries \[3, 5, 6\]$",
+            r"query_mask of shape \[3, 4\] .*: expected \[Q, Lq\] = \[3, 5\], as queries is .* = \[3, 5, 6\]$",
         ),
         (
             {"document_mask": DOCUMENT_MASK[0]},
-            r"document_mask of shape \[18\] .*: expected \[D, Ld\] = \[4, 18\] as documents \[4, 18, 6\]$",
+            r"document_mask of shape \[18\] .*: expected \[D, Ld\] = \[4, 18\], as documents is .* = \[4, 18, 6\]$",
         ),
         ({"query_mask": QUERY_MASK.to("meta")}, r"query_mask .* on meta: expected the device of queries, cpu$"),
         (
             {"cu_seqlens_queries": torch.tensor([0, 5])},
-            r"queries of shape \[3, 5, 6\] .*: expected \[total, d\], packed, because of cu_seqlens_queries$",
+            r"queries of shape \[3, 5, 6\] .*: expected \[ΣLq, d\], two .*, because cu_seqlens_queries packs queries$",
         ),
     ],
 )
@@ -65,19 +68,19 @@ def test_padded_shapes(changes: dict[str, Any], words: str) -> None:
     [
         (
             {"document_mask": DOCUMENT_MASK},
-            r"document_mask of shape .*: expected None, because cu_seqlens_documents packs documents$",
+            r"document_mask must be None, because cu_seqlens_documents packs documents$",
         ),
         (
             {"query_mask": QUERY_MASK},
-            r"query_mask of shape .*: expected None, because cu_seqlens_queries packs queries$",
+            r"query_mask must be None, because cu_seqlens_queries packs queries$",
         ),
         (
             {"cu_seqlens_documents": torch.tensor([[0, 36]])},
-            r"cu_seqlens_documents of shape \[1, 2\] .*: expected one dimension, the offsets 0, …, total$",
+            r"cu_seqlens_documents of shape \[1, 2\] .*: expected \[D\+1\], one dimension, because cu_seqlens_",
         ),
         (
             {"cu_seqlens_documents": torch.tensor([], dtype=torch.int64)},
-            r"cu_seqlens_documents of shape \[0\] .*: expected one dimension, the offsets 0, …, total$",
+            r"cu_seqlens_documents of shape \[0\] .*: expected the offsets 0, …, total$",
         ),
         (
             {"cu_seqlens_queries": PACKED["cu_seqlens_queries"].to("meta")},
@@ -127,12 +130,12 @@ def test_what_is_no_tensor(name: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int32, torch.uint8], ids=str)
 def test_masks_that_are_not_boolean(dtype: torch.dtype) -> None:
     for name, mask in (("query_mask", QUERY_MASK), ("document_mask", DOCUMENT_MASK)):
-        words = rf"^{name} of .* dtype {re.escape(str(dtype))} .*: expected dtype torch.bool, True where a token"
+        words = rf"^{name} of .* dtype {re.escape(str(dtype))} .*: expected torch.bool, True where an element"
         refused("maxsim", TypeError, words, **{name: mask.to(dtype)})
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int16, torch.bool], ids=str)
 def test_offsets_that_are_not_integers(dtype: torch.dtype) -> None:
     for name in ("cu_seqlens_queries", "cu_seqlens_documents"):
-        words = rf"^{name} of .* dtype {re.escape(str(dtype))} .*: expected dtype torch.int32 or torch.int64$"
+        words = rf"^{name} of .* dtype {re.escape(str(dtype))} .*: expected torch.int64 or torch.int32$"
         refused("maxsim", TypeError, words, **PACKED | {name: PACKED[name].to(dtype)})

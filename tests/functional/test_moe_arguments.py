@@ -34,10 +34,18 @@ def test_what_is_missing_is_named(name: str) -> None:
     ("name", "shape", "words"),
     [
         ("x", (8,), "x of shape [8] and dtype torch.float32 on {device}: expected [*B, M, K]"),
-        ("top_k_index", (2, 5), "expected [*B, M, k] as x is [*B, M, K] = [2, 5, 8]"),
-        ("top_k_weights", (2, 5, 3), "expected [*B, M, k] = [2, 5, 2] as top_k_index"),
+        (
+            "top_k_index",
+            (2, 5),
+            "expected [*B, M, k], three dimensions, with *B = [2] and M = 5, as x is [*B, M, K]",
+        ),
+        (
+            "top_k_weights",
+            (2, 5, 3),
+            "expected [*B, M, k] = [2, 5, 2], as x is [*B, M, K] = [2, 5, 8] and top_k",
+        ),
         ("w_up", (3, 6, 7), "x of shape [2, 5, 8] and dtype torch.float32 on {device}: expected [*B, M, K] with K = 7"),
-        ("w_up", (3, 8, 6), "K = 6, as w_up is [3, 8, 6], unless w_up is meant to be transposed"),
+        ("w_up", (3, 8, 6), "K = 6, as w_up is [E, N, K] = [3, 8, 6], unless w_up is meant to be transposed"),
         ("w_up", (6, 8), "expected [E, N, K]"),
         ("w_gate", (3, 5, 8), "expected [E, N, K] = [3, 6, 8]"),
         ("w_down", (3, 6, 8), "expected [E, K, N] = [3, 8, 6]"),
@@ -53,14 +61,16 @@ def test_a_wrong_shape_is_named(name: str, shape: tuple[int, ...], words: str) -
 
 
 def test_layouts_have_their_own_shapes() -> None:
-    with pytest.raises(ValueError, match=re.escape("w_gate must be None with gate_and_up='interleaved'")):
+    with pytest.raises(ValueError, match="w_gate must be None, because gate_and_up='interleaved'"):
         functional.moe_ffn(**tensors(), gate_and_up="interleaved")
     merged = tensors(layout="concatenated")
-    with pytest.raises(ValueError, match=re.escape("expected [E, 2 N, K], gate and up, an even number")):
+    with pytest.raises(ValueError, match=re.escape("expected [E, 2 N, K], where 2 N is even")):
         functional.moe_ffn(**(merged | {"w_up": torch.zeros(3, 7, 8, device=DEVICE)}), gate_and_up="concatenated")
     with pytest.raises(ValueError, match=re.escape("expected [E, K, N] = [3, 8, 12]")):
         functional.moe_ffn(**merged)
-    with pytest.raises(ValueError, match=re.escape("expected [*B, M, K] with K = 12, as w_up is [3, 12, 8], unless")):
+    with pytest.raises(
+        ValueError, match=re.escape("expected [*B, M, K] with K = 12, as w_up is [E, K, 2 N] = [3, 12, 8], unless")
+    ):
         functional.moe_ffn(**merged, gate_and_up="concatenated", transposed=True)
 
 
@@ -96,7 +106,8 @@ def test_a_wrong_option_is_named(option: str, value: Any, error: type[Exception]
 @pytest.mark.parametrize(("option", "value"), [("limit", 7.0), ("up_offset", 1.0)])
 def test_what_applies_to_a_gate_needs_one(option: str, value: float) -> None:
     refused(ValueError, f"{option} needs a gate", {option: value}, gated=False)
-    refused(ValueError, "b_gate must be None without w_gate", {"b_gate": torch.zeros(3, 6)}, gated=False)
+    b_gate = torch.zeros(3, 6, device=DEVICE)
+    refused(ValueError, "b_gate must be None, because w_gate is None", {"b_gate": b_gate}, gated=False)
 
 
 @pytest.mark.parametrize(

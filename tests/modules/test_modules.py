@@ -347,9 +347,9 @@ def test_calling_the_children_is_said_once(caplog: pytest.LogCaptureFixture, mon
         ({"activation": nn.GELU()}, TypeError, "activation must be a name"),
         ({"gated": "no"}, TypeError, "gated must be True or False, got 'no'"),
         ({"bias": None}, TypeError, "bias must be True or False, got None"),
-        ({"dropout": 1.0}, ValueError, r"dropout must be in \[0, 1\), got 1.0"),
-        ({"dropout": -0.1}, ValueError, r"dropout must be in \[0, 1\), got -0.1"),
-        ({"dropout": float("nan")}, ValueError, r"dropout must be in \[0, 1\), got nan"),
+        ({"dropout": 1.0}, ValueError, r"dropout must be a number in \[0, 1\), got 1.0"),
+        ({"dropout": -0.1}, ValueError, r"dropout must be a number in \[0, 1\), got -0.1"),
+        ({"dropout": float("nan")}, ValueError, r"dropout must be a number in \[0, 1\), got nan"),
         ({"dropout": "0.1"}, TypeError, r"dropout must be .* got '0.1'"),
         (
             {"recompute": "always"},

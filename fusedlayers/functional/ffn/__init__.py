@@ -22,9 +22,10 @@ from ..operands import rows, with_leading_dims, without_autocast
 from ..operation import Operation, Tensors, formula
 from ..precision import Float8, precision_word
 from ..prepared import Prepared
+from ..shapes import check_absent
 from ..sums import summed_rows
 from . import chunked, dropping, epilogue, float8, fused
-from .arguments import check_dropout_seed, check_ffn, ffn_problem
+from .arguments import FFN_SHAPES, check_recompute, checked_dropout, ffn_problem
 
 
 def ffn(
@@ -111,12 +112,15 @@ class _FFN(Operation):
     added = _RESIDUAL
 
     def check(self, tensors: Tensors, options: tuple[Any, ...]) -> tuple[Any, ...]:
-        x, w_up, w_down, b_up, b_down, w_gate, b_gate, residual, seed = tensors
         activation, dropout_p, recompute, precision = options
-        check_dropout_seed(x, seed)
         activation = canonical_activation(activation)
         precision = None if precision is None else precision_word(precision)
-        check_ffn(x, w_up, w_down, b_up, b_down, w_gate, b_gate, dropout_p, recompute, residual)
+        FFN_SHAPES.check(*tensors)
+        w_gate, b_gate = tensors[5:7]
+        if w_gate is None:
+            check_absent("b_gate", b_gate, "w_gate is None")
+        checked_dropout("dropout_p", dropout_p)
+        check_recompute(recompute)
         return activation, dropout_p, recompute, precision
 
     def variant(self, options: tuple[Any, ...]) -> Operation:

@@ -1,6 +1,7 @@
 """Arguments of ``ffn``: their checks, the planning problem, and which operands the measured kernels can read."""
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -8,7 +9,8 @@ from torch import Tensor
 from ...kernels.hopper import ALIGNMENT, matrix, untransposed
 from ...planning import Problem
 from ..call import PLAIN_TENSORS, call_facts, observed, traced, transformed, wants_gradient
-from ..operands import check_given, check_layout, check_shape, check_tensors, check_width, said
+from ..options import checked_number
+from ..shapes import Shapes
 
 _PLAIN = frozenset({*PLAIN_TENSORS, type(None)})
 _NAMES = ("x", "w_up", "w_down", "w_gate", "b_up", "b_gate")
@@ -17,71 +19,19 @@ _MATRICES = 4
 _NARROW = 256
 
 
-def check_ffn(
-    x: Tensor,
-    w_up: Tensor,
-    w_down: Tensor,
-    b_up: Tensor | None,
-    b_down: Tensor | None,
-    w_gate: Tensor | None,
-    b_gate: Tensor | None,
-    dropout_p: float,
-    recompute: bool | int | str,
-    residual: Tensor | None,
-) -> None:
-    """Checks every argument but the activation and the seed."""
-    check_given(x=x, w_up=w_up, w_down=w_down)
-    check_tensors(
-        {
-            "x": x, "w_up": w_up, "w_down": w_down, "b_up": b_up, "b_down": b_down,
-            "w_gate": w_gate, "b_gate": b_gate, "residual": residual,
-        },
-        sparse=("x", "w_up", "w_down", "w_gate", "residual"),
-    )  # fmt: skip
-    if x.dim() < 1:
-        raise ValueError(f"{said('x', x)}: expected [*B, M, K], at least one dimension")
-    if w_up.dim() != 2:
-        raise ValueError(f"{said('w_up', w_up)}: expected [N, K], nn.Linear's layout")
-    hidden, width = w_up.shape
-    check_width("x", x, "[*B, M, K]", "w_up", w_up)
-    if w_down.dim() != 2 or w_down.shape[1] != hidden:
-        hint = " (it looks transposed)" if w_down.dim() == 2 and w_down.shape[0] == hidden else ""
-        raise ValueError(
-            f"{said('w_down', w_down)}: expected [O, N] with N = {hidden}, the rows of w_up {list(w_up.shape)}{hint}"
-        )
-    out = w_down.shape[0]
-    check_shape("b_up", b_up, (hidden,), "[N]", "as w_up has N rows")
-    check_shape("b_down", b_down, (out,), "[O]", "as w_down has O rows")
-    check_shape("w_gate", w_gate, (hidden, width), "[N, K]", "as w_up")
-    if b_gate is not None and w_gate is None:
-        raise ValueError(f"{said('b_gate', b_gate)}: expected None, because w_gate is None")
-    check_shape("b_gate", b_gate, (hidden,), "[N]", "as w_gate has N rows")
-    check_shape("residual", residual, (*x.shape[:-1], out), "[*B, M, O]", "as the result")
-    check_dropout("dropout_p", dropout_p)
-    check_recompute(recompute)
+_LAYER = "x: *B M? K, w_up: N K, w_down: O N, b_up?: N, b_down?: O, w_gate?: N K, b_gate?: N"
+_SPARSE = "x w_up w_down w_gate"
+FFN_SHAPES = Shapes(f"{_LAYER}, residual?: *B M? O, dropout_seed?: seed(1)", f"{_SPARSE} residual")
+LORA_SHAPES = Shapes(
+    f"{_LAYER}, up_a?: R_up K, up_b?: N R_up, down_a?: R_down N, down_b?: O R_down, gate_a?: R_gate K, "
+    "gate_b?: N R_gate, dropout_seed?: seed(1)",
+    _SPARSE,
+)
 
 
-def check_dropout(name: str, probability: float) -> None:
+def checked_dropout(name: str, probability: Any) -> float:
     """Checks for a probability in [0, 1): at 1 the scale 1 / (1 - p) is infinite."""
-    if isinstance(probability, bool) or not isinstance(probability, (int, float)):
-        raise TypeError(f"{name} must be a float in [0, 1), got {probability!r}")
-    if not 0 <= probability < 1:
-        raise ValueError(f"{name} must be in [0, 1), got {probability!r}")
-
-
-def check_dropout_seed(x: Tensor, seed: Tensor | None) -> None:
-    """Checks for None, or one int64 on the device of x."""
-    if seed is None:
-        return
-    if not isinstance(seed, Tensor):
-        raise TypeError(f"dropout_seed must be a torch.Tensor or None, got {type(seed).__name__}")
-    check_layout("dropout_seed", seed)
-    if seed.dtype != torch.int64:
-        raise TypeError(f"{said('dropout_seed', seed)}: expected dtype torch.int64")
-    if seed.shape != (1,):
-        raise ValueError(f"{said('dropout_seed', seed)}: expected [1]")
-    if isinstance(x, Tensor) and seed.device != x.device:
-        raise ValueError(f"{said('dropout_seed', seed)}: expected the device of x, {x.device}")
+    return checked_number(name, probability, "a number in [0, 1)", lambda number: 0 <= number < 1)
 
 
 def check_recompute(recompute: bool | int | str) -> None:

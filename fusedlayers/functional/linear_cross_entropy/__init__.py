@@ -12,23 +12,11 @@ from ...kernels.cross_entropy import LossArithmetic
 from ...planning.linear_cross_entropy import LossPlan, LossProblem
 from ...planning.linear_cross_entropy_chunks import wide_gradients
 from ..custom_ops import Result, Results
-from ..operands import checked_flag, rows
+from ..operands import rows
 from ..operation import Operation, Tensors
 from ..prepared import Prepared
 from . import chunked, fused
-from .arguments import (
-    check_class_weight,
-    check_classes,
-    check_layer,
-    check_probabilities,
-    check_reduction,
-    checked_ignore_index,
-    checked_scale,
-    checked_smoothing,
-    checked_softcap,
-    checked_z_loss,
-    loss_problem,
-)
+from .arguments import check_loss, checked_options, loss_problem
 from .chunked import Head
 
 
@@ -56,9 +44,9 @@ def linear_cross_entropy(
 
     Args:
         input: ``[*B, K]`` or ``[K]``, any strides.
-        linear_weight: ``[V, K]``, ``nn.Linear``'s layout: a row for every class. Or ``[V, d1, ..., K]``: a token has a
-            loss at each of d1 · ... positions, through torch's operations; target, linear_bias and losses have these
-            dimensions, too, after the tokens or the classes.
+        linear_weight: ``[V, K]``, ``nn.Linear``'s layout: a row for every class. Or ``[V, *D, K]``: a token has a loss
+            at each of ΠD positions, through torch's operations; target, linear_bias and losses have the dims ``*D``,
+            too, after the tokens or the classes.
         target: int64 or uint8 classes ``[*B]``, or probabilities ``[*B, V]`` of all classes, which torch's operations
             take.
         linear_bias: ``[V]`` or None.
@@ -135,20 +123,9 @@ class _LinearCrossEntropy(LossHead):
     oracle = staticmethod(reference.linear_cross_entropy)
 
     def check(self, tensors: Tensors, options: tuple[Any, ...]) -> tuple[Any, ...]:
-        input, linear_weight, target, linear_bias, weight = tensors
-        reduction, ignore_index, label_smoothing, softcap, logit_scale, z_loss, recompute = options
-        check_layer(input, linear_weight, target, linear_bias, several=True)
-        if target.is_floating_point():
-            check_probabilities(input, linear_weight, target, ignore_index)
-        else:
-            check_classes(input, target, linear_weight.shape[1:-1])
-        check_class_weight(weight, linear_weight)
-        check_reduction(reduction)
-        checked_flag("recompute", recompute)
-        return (
-            reduction, checked_ignore_index(ignore_index), checked_smoothing(label_smoothing), checked_softcap(softcap),
-            checked_scale(logit_scale), checked_z_loss(z_loss), recompute,
-        )  # fmt: skip
+        named = dict(zip(self.option_names, options, strict=True))
+        check_loss(tensors, named["ignore_index"])
+        return tuple(checked_options(named).values())
 
     def problem(self, tensors: Tensors, options: tuple[Any, ...]) -> LossProblem:
         reduction, _, _, softcap, _, z_loss, recompute = options

@@ -1,96 +1,56 @@
 """Checks of the arguments of ``linear_cross_entropy`` and ``linear_log_probs``, and their planning problem."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ...planning.linear_cross_entropy import LossProblem
 from ...reference.losses import IGNORED
 from ..call import call_facts, wants_gradient
-from ..operands import check_given, check_layout, check_shape, check_tensors, check_width, checked_number, said
+from ..operands import describe_tensor
+from ..options import checked_choice, checked_flag, checked_number
+from ..shapes import Shapes
 from ..switches import workspace_limit
 
 REDUCTIONS = ("none", "mean", "sum")
+# The options that are numbers: what errors say is expected, and what is.
+_NUMBERS: dict[str, tuple[str, Callable[[float], bool]]] = {
+    "label_smoothing": ("a number from 0 to 1", lambda number: 0 <= number <= 1),
+    "softcap": ("a positive number or None", lambda number: number > 0),
+    "logit_scale": ("a finite number", math.isfinite),
+    "z_loss": ("a number from 0 on", lambda number: number >= 0),
+}
+_LAYER = "input: *B K, linear_weight: V *D K, target: {target}, linear_bias?: V *D, weight?: float(V)"
+_SPARSE = "input linear_weight"
+_CLASSES = Shapes(_LAYER.format(target="class(*B *D)"), _SPARSE)
+_PROBABILITIES = Shapes(
+    _LAYER.format(target="float(*B V *D)"), _SPARSE, note="; classes [*B, *D] are torch.int64 or torch.uint8"
+)
+LOG_PROBS_SHAPES = Shapes("input: *B K, linear_weight: V K, target: class(*B), linear_bias?: V", _SPARSE)
 
 
-def check_layer(
-    input: Tensor, linear_weight: Tensor, target: Tensor, linear_bias: Tensor | None, several: bool = False
-) -> None:
-    """Checks the operands of the logits, and type, layout and device of the target, but not its values.
-
-    ``several``: also takes a weight ``[V, d1, ..., K]``, which gives a token several losses.
-    """
-    check_given(input=input, linear_weight=linear_weight, target=target)
-    tensors = {"input": input, "linear_weight": linear_weight, "linear_bias": linear_bias}
-    check_tensors(tensors, sparse=("input", "linear_weight"))
-    if input.dim() < 1:
-        raise ValueError(f"{said('input', input)}: expected [*B, K], at least one dimension")
-    shape = tuple(linear_weight.shape)
-    many = several and len(shape) > 2
-    if not (len(shape) == 2 or many):
-        others = ", or [V, d1, ..., K]" if several else ", two dimensions"
-        raise ValueError(f"{said('linear_weight', linear_weight)}: expected [V, K]{others}")
-    check_width("input", input, "[*B, K]", "linear_weight", linear_weight)
-    if many and input.dim() < 2:
-        raise ValueError(
-            f"{said('input', input)}: expected [*B, K], at least two dimensions, as linear_weight is [V, d1, ..., K] = "
-            f"{list(shape)}"
-        )
-    if many:
-        check_shape("linear_bias", linear_bias, shape[:-1], "[V, d1, ...]", f"as linear_weight is {list(shape)}")
-    else:
-        check_shape("linear_bias", linear_bias, (shape[0],), "[V]", "as linear_weight has V rows")
-    if not isinstance(target, Tensor):
-        raise TypeError(f"target must be a torch.Tensor, got {type(target).__name__}")
-    check_layout("target", target)
-    if target.device != input.device:
-        raise ValueError(f"{said('target', target)}: expected the device of input, {input.device}")
-
-
-def check_classes(input: Tensor, target: Tensor, out_features: Sequence[int] = ()) -> None:
-    """Checks targets that are classes, one for each token, or for each of its ``out_features``."""
-    if target.dtype not in (torch.int64, torch.uint8):
-        raise TypeError(f"{said('target', target)}: expected torch.int64 or torch.uint8, the class of each token")
-    letters = "[*B, d1, ...]" if out_features else "[*B]"
-    because = f"as input is [*B, K] = {list(input.shape)}"
-    if out_features:
-        because += f" and linear_weight has d1, ... = {', '.join(map(str, out_features))}"
-    check_shape("target", target, (*input.shape[:-1], *out_features), letters, because)
-
-
-def check_probabilities(input: Tensor, linear_weight: Tensor, target: Tensor, ignore_index: Any) -> None:
-    """Checks targets that are probabilities of all classes."""
-    classes, *out_features = linear_weight.shape[:-1]
-    expected = (*input.shape[:-1], classes, *out_features)
-    if tuple(target.shape) != expected:
-        more = ", d1, ..." if out_features else ""
-        raise ValueError(
-            f"{said('target', target)}: expected int64 classes [*B{more}] = {[*input.shape[:-1], *out_features]}, or "
-            f"probabilities [*B, V{more}] = {list(expected)}"
-        )
-    if ignore_index is not None:
+def check_loss(tensors: Sequence[Any], ignore_index: Any) -> None:
+    """Checks the tensors, but not the values of the target, and what depends on the kind of target."""
+    input, linear_weight, target, _, weight = tensors
+    probabilities = isinstance(target, Tensor) and target.is_floating_point()
+    shapes = _PROBABILITIES if probabilities else _CLASSES
+    shapes.check(*tensors)
+    if linear_weight.dim() > 2 and input.dim() < 2:
+        because = f"as linear_weight is [V, *D, K] = {list(linear_weight.shape)}"
+        raise ValueError(f"{describe_tensor('input', input)}: expected [*B, K], at least two dimensions, {because}")
+    if probabilities and ignore_index is not None:
         raise ValueError(
             f"ignore_index must be None where target holds probabilities, as it names a class, got {ignore_index!r}"
         )
+    check_no_gradient(weight)
 
 
-def check_class_weight(weight: Tensor | None, linear_weight: Tensor) -> None:
-    """Checks the weights of the classes."""
-    if weight is None:
-        return
-    if not isinstance(weight, Tensor):
-        raise TypeError(f"weight must be a torch.Tensor or None, got {type(weight).__name__}")
-    check_layout("weight", weight)
-    if not weight.is_floating_point():
-        raise TypeError(f"{said('weight', weight)}: expected a real floating-point dtype")
-    if weight.device != linear_weight.device:
-        raise ValueError(f"{said('weight', weight)}: expected the device of linear_weight, {linear_weight.device}")
-    check_shape("weight", weight, (linear_weight.shape[0],), "[V]", "as linear_weight has V rows")
-    if wants_gradient(weight):
-        raise ValueError(f"{said('weight', weight)} requires a gradient, and class weights have none")
+def check_no_gradient(weight: Tensor | None) -> None:
+    """Checks that the weights of the classes require no gradient."""
+    if weight is not None and wants_gradient(weight):
+        raise ValueError(f"{describe_tensor('weight', weight)} requires a gradient, and class weights have none")
 
 
 def checked_ignore_index(ignore_index: Any) -> int:
@@ -104,32 +64,19 @@ def checked_ignore_index(ignore_index: Any) -> int:
     return ignore_index
 
 
-def check_reduction(reduction: Any) -> None:
-    """One of ``REDUCTIONS``."""
-    if not isinstance(reduction, str) or reduction not in REDUCTIONS:
-        raise ValueError(f"reduction must be one of {', '.join(REDUCTIONS)}, got {reduction!r}")
-
-
-def checked_softcap(softcap: Any) -> float | None:
-    """A positive number or None."""
-    if softcap is not None and checked_number("softcap", softcap, "a positive number or None", 0.0) == 0:
-        raise ValueError(f"softcap must be a positive number or None, got {softcap!r}")
-    return None if softcap is None else float(softcap)
-
-
-def checked_scale(logit_scale: Any) -> float:
-    """A finite number."""
-    return checked_number("logit_scale", logit_scale, "a finite number")
-
-
-def checked_smoothing(label_smoothing: Any) -> float:
-    """A number between 0 and 1."""
-    return checked_number("label_smoothing", label_smoothing, "a number from 0 to 1", 0.0, 1.0)
-
-
-def checked_z_loss(z_loss: Any) -> float:
-    """A number that is not negative."""
-    return checked_number("z_loss", z_loss, "a number from 0 on", 0.0)
+def checked_options(options: dict[str, Any]) -> dict[str, Any]:
+    """The options of a loss by name; numbers become floats, and an ``ignore_index`` of None becomes torch's default."""
+    checked = dict(options)
+    for name, value in options.items():
+        if name == "reduction":
+            checked_choice(name, value, REDUCTIONS)
+        elif name == "ignore_index":
+            checked[name] = checked_ignore_index(value)
+        elif name not in _NUMBERS:
+            checked_flag(name, value)
+        elif name != "softcap" or value is not None:
+            checked[name] = checked_number(name, value, *_NUMBERS[name])
+    return checked
 
 
 def loss_problem(

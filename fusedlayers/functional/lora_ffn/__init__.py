@@ -33,11 +33,12 @@ from ...planning.lora_ffn import LoRAProblem
 from ..call import subclass_of, wants_gradient
 from ..custom_ops import Result, Results
 from ..ffn import dropping
-from ..ffn.arguments import check_dropout, check_dropout_seed, check_ffn, ffn_problem
-from ..operands import check_tensors, checked_flag, checked_number, rows, said, with_leading_dims
+from ..ffn.arguments import LORA_SHAPES, checked_dropout, ffn_problem
+from ..operands import rows, with_leading_dims
 from ..operation import Operation, Tensors, formula
+from ..options import checked_flag, checked_number
 from ..prepared import Prepared
-from .arguments import Operands, check_adapter
+from .arguments import Operands, check_adapters
 from .products import Product, aligned, dropped, into_hidden, side_by_side
 
 
@@ -129,23 +130,12 @@ class _LoRAFFN(Operation):
     def check(self, tensors: Tensors, options: tuple[Any, ...]) -> tuple[Any, ...]:
         given = Operands(*tensors)
         activation, *scales, dropout_p, shared = options
-        check_dropout_seed(given.x, given.seed)
         activation = canonical_activation(activation)
-        x, w_up, w_down, b_up, b_down, w_gate, b_gate = tensors[:7]
-        check_ffn(x, w_up, w_down, b_up, b_down, w_gate, b_gate, 0.0, "auto", None)
-        check_dropout("adapter_dropout_p", dropout_p)
-        if checked_flag("shared_dropout", shared) and w_gate is None:
+        LORA_SHAPES.check(*tensors)
+        check_adapters(given)
+        checked_dropout("adapter_dropout_p", dropout_p)
+        if checked_flag("shared_dropout", shared) and given.w_gate is None:
             raise ValueError("shared_dropout must be False, because w_gate is None")
-        check_tensors({"x": x, **dict(zip(Operands._fields[7:13], tensors[7:13], strict=True))}, sparse=("x",))
-        (N, K), O = w_up.shape, w_down.shape[0]
-        for name, a, b, inner, outer in (
-            ("up", given.up_a, given.up_b, K, N),
-            ("down", given.down_a, given.down_b, N, O),
-            ("gate", given.gate_a, given.gate_b, K, N),
-        ):
-            check_adapter(name, a, b, inner, outer)
-        if given.gate_a is not None and w_gate is None:
-            raise ValueError(f"{said('gate_a', given.gate_a)}: expected None, because w_gate is None")
         names = self.option_names[1:4]
         checked = [checked_number(name, each, "a finite number") for name, each in zip(names, scales, strict=True)]
         return activation, *checked, float(dropout_p), shared

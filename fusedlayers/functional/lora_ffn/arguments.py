@@ -2,9 +2,8 @@
 
 from typing import Any, NamedTuple
 
-from torch import Tensor
-
-from ..operands import check_shape, said
+from ..operands import describe_tensor
+from ..shapes import check_absent
 
 
 class Operands(NamedTuple):
@@ -26,15 +25,16 @@ class Operands(NamedTuple):
     seed: Any = None
 
 
-def check_adapter(name: str, a: Tensor | None, b: Tensor | None, inner: int, outer: int) -> None:
-    """Checks both factors of one adapter, or none, of a linear layer with ``inner`` inputs and ``outer`` outputs."""
-    given, missing = (f"{name}_a", f"{name}_b") if b is None else (f"{name}_b", f"{name}_a")
-    if (a is None) != (b is None):
-        raise ValueError(f"{missing} must be given with {given}: an adapter has both")
-    if a is None or b is None:
-        return
-    if a.dim() != 2 or not a.shape[0]:
-        raise ValueError(f"{said(f'{name}_a', a)}: expected [R, {inner}], of rank R >= 1")
-    rank = a.shape[0]
-    check_shape(f"{name}_a", a, (rank, inner), "[R, in]", f"as w_{name} has {inner} columns")
-    check_shape(f"{name}_b", b, (outer, rank), "[out, R]", f"as w_{name} has {outer} rows, and {name}_a {rank}")
+def check_adapters(given: Operands) -> None:
+    """Checks that every adapter has both factors and a rank, and that only a gate has the gate's."""
+    for name in ("up", "down", "gate"):
+        a_name, b_name = f"{name}_a", f"{name}_b"
+        a, b = getattr(given, a_name), getattr(given, b_name)
+        if (a is None) != (b is None):
+            missing, other = (a_name, b_name) if a is None else (b_name, a_name)
+            raise ValueError(f"{missing} must be given with {other}: an adapter has both")
+        if a is not None and not a.shape[0]:
+            raise ValueError(f"{describe_tensor(a_name, a)}: expected a rank of at least 1")
+    if given.w_gate is None:
+        check_absent("b_gate", given.b_gate, "w_gate is None")
+        check_absent("gate_a", given.gate_a, "w_gate is None")

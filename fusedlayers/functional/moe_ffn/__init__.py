@@ -12,11 +12,11 @@ from ...kernels.grouped_gemm import Arithmetic, sizes
 from ...planning.moe_ffn import MoePlan, MoeProblem
 from ..call import call_facts, wants_gradient
 from ..custom_ops import Result, Results
-from ..operands import check_given, check_tensors, rows, said
+from ..operands import rows
 from ..operation import Operation, Tensors, formula
 from ..prepared import Prepared
 from . import epilogue
-from .arguments import check_experts, check_routing, checked_options
+from .arguments import check_gate, checked_options, expert_shapes
 from .grouped import experts_by_torch
 
 
@@ -90,18 +90,13 @@ class _MoeFFN(Operation):
     torch_takes_cast = True
 
     def check(self, tensors: Tensors, options: tuple[Any, ...]) -> tuple[Any, ...]:
-        x, _, _, w_up, w_down, *others = tensors
         activation, gate_and_up, transposed, limit, up_offset, recompute = options
-        named = dict(zip(self.tensor_names, tensors, strict=True))
-        check_given(**{name: named[name] for name in self.tensor_names[:5]})
-        check_tensors({name: tensor for name, tensor in named.items() if not name.startswith("top_k")})
-        if x.dim() < 2:
-            raise ValueError(f"{said('x', x)}: expected [*B, M, K], at least two dimensions")
-        check_routing(*tensors[:3])
+        w_gate, b_gate = tensors[5], tensors[8]
         activation = canonical_activation(activation)
-        rest = checked_options(gate_and_up, transposed, limit, up_offset, recompute, gated=tensors[5] is not None)
-        check_experts(x, w_up, w_down, others, gate_and_up, transposed)
-        return activation, *rest
+        checked = checked_options(gate_and_up, transposed, limit, up_offset, recompute, gated=w_gate is not None)
+        check_gate(gate_and_up, w_gate, b_gate)
+        expert_shapes(gate_and_up, transposed).check(*tensors)
+        return activation, *checked
 
     def problem(self, tensors: Tensors, options: tuple[Any, ...]) -> MoeProblem:
         x, top_k_index, _, w_up, w_down, w_gate, b_up, b_down, _ = tensors

@@ -10,8 +10,9 @@ from ..kernels import row_sums as kernels
 from ..planning.row_sums import RowSumsProblem
 from .call import call_facts, wants_gradient
 from .custom_ops import Result, Results
-from .operands import autocast, check_given, check_tensors, compute_dtype, said
+from .operands import autocast, compute_dtype
 from .operation import Operation, Prepared, Tensors
+from .shapes import Shapes
 
 
 def row_sums(x: Tensor) -> Tensor:
@@ -24,14 +25,11 @@ class _RowSums(Operation):
     """y of x."""
 
     problem_type = RowSumsProblem
+    shapes = Shapes("x: M N")
     operands = "x"
 
     def check(self, tensors: Tensors, options: tuple[Any, ...]) -> tuple[Any, ...]:
-        [x] = tensors
-        check_given(x=x)
-        check_tensors({"x": x})
-        if x.dim() != 2:
-            raise ValueError(f"{said('x', x)}: expected [M, N]")
+        self.shapes.check(*tensors)
         return options
 
     def problem(self, tensors: Tensors, options: tuple[Any, ...]) -> RowSumsProblem:
