@@ -22,19 +22,8 @@ def gemm_gemm_reassociated(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
     return batched_product(a, batched_product(b, c))
 
 
-def linear(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    *,
-    activation: str | None = None,
-    split_k: int | str = "auto",
-    reduction: str = "workspace",
-) -> Tensor:
-    """``act(x Wᵀ + b)``: x ``[*B, M, K]``, weight ``[N, K]``, bias ``[N]`` -> ``[*B, M, N]``; any dtype.
-
-    ``split_k`` and ``reduction`` change nothing here.
-    """
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, activation: str | None = None) -> Tensor:
+    """``act(x Wᵀ + b)``: x ``[*B, M, K]``, weight ``[N, K]``, bias ``[N]`` -> ``[*B, M, N]``; any dtype."""
     return ACTIVATIONS[canonical_activation(activation)].torch(F.linear(x, weight, bias))
 
 
@@ -62,11 +51,14 @@ def _summed(
     dz: Tensor, dz_gate: Tensor | None, bias: bool
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
     """Both, and with ``bias`` their sums over all rows."""
-    sums = (
-        None if t is None or not bias else t.reshape(math.prod(t.shape[:-1]), t.shape[-1]).sum(0) for t in (dz, dz_gate)
-    )
-    db_up, db_gate = sums
+    db_up, db_gate = (None if each is None or not bias else _matrix(each).sum(0) for each in (dz, dz_gate))
     return dz, dz_gate, db_up, db_gate
+
+
+def _matrix(tensor: Tensor) -> Tensor:
+    """The rows of ``[*B, M, N]`` as a matrix."""
+    # A sparse matrix cannot be reshaped.
+    return tensor if tensor.dim() == 2 else tensor.reshape(math.prod(tensor.shape[:-1]), tensor.shape[-1])
 
 
 def weight_gradient(dy: Tensor, x: Tensor, *, bias: bool = True) -> tuple[Tensor, Tensor | None]:
@@ -74,11 +66,7 @@ def weight_gradient(dy: Tensor, x: Tensor, *, bias: bool = True) -> tuple[Tensor
 
     The gradients of a linear layer's weight and bias, ``y = x Wᵀ + b``; None for the second without ``bias``.
     """
-    # A sparse matrix cannot be reshaped.
-    dy, x = (
-        tensor if tensor.dim() == 2 else tensor.reshape(math.prod(tensor.shape[:-1]), tensor.shape[-1])
-        for tensor in (dy, x)
-    )
+    dy, x = _matrix(dy), _matrix(x)
     return dy.T @ x, dy.sum(0) if bias else None
 
 

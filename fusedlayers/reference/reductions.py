@@ -81,13 +81,12 @@ def gemm_reduce(
     activation: str | None = None,
     return_indices: bool = False,
     return_product: bool = False,
-    atomic: bool = False,
     without_index: bool = False,
     wide_exponentials: bool = False,
 ) -> Any:
     """``⊕ act(a @ b + bias)`` over ``dim``: a ``[*B, M, K]``, b ``[*B, K, N]`` -> ``[*B, N]`` or ``[*B, M]``.
 
-    Masked elements are filled with the identity of the operation. ``atomic`` changes nothing here.
+    Masked elements are filled with the identity of the operation.
     ``without_index``: no gradient is wanted, which would go to one index; then amax and amin run, which are faster.
     ``wide_exponentials``: a logsumexp and its gradient are computed in at least float32.
     """

@@ -60,13 +60,14 @@ def upstream(tensors: Tensors, draw: Callable[..., Tensor] = torch.randn) -> Ten
     return draw(*x.shape[:-1], weight.shape[0], dtype=torch.float64).to(x.device, x.dtype)
 
 
-def assert_close_to_torch(tensors: Tensors, **options: Any) -> None:
+def assert_close_to_torch(tensors: Tensors, activation: str | None = None, **splitting: Any) -> None:
     """y and all gradients by the kernels pass the closeness rule."""
     dy = upstream(tensors)
     with on_path("kernels"):
-        ours = results(functional.linear, tensors, dy, **options)
-    theirs = results(reference.linear, tensors, dy, **options)
-    assert_all_close(ours, theirs, results(reference.linear, in_float64(tensors), dy.double(), **options))
+        ours = results(functional.linear, tensors, dy, activation=activation, **splitting)
+    theirs = results(reference.linear, tensors, dy, activation=activation)
+    truth = results(reference.linear, in_float64(tensors), dy.double(), activation=activation)
+    assert_all_close(ours, theirs, truth)
 
 
 @needs_kernels
