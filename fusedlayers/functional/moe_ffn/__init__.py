@@ -17,7 +17,7 @@ from ..operation import Operation, Tensors, formula
 from ..prepared import Prepared
 from . import epilogue
 from .arguments import check_gate, checked_options, expert_shapes
-from .grouped import experts_by_torch
+from .by_torch import experts_by_torch
 
 
 def moe_ffn(
@@ -145,8 +145,7 @@ class _MoeFFN(Operation):
         return *super().cast(call, (x, index)), scores, *super().cast(call, experts)
 
     def through_torch(self, call: Prepared, tensors: Tensors) -> Tensor:
-        x, index, scores, *experts = tensors
-        return experts_by_torch(x, index, scores, *experts, activation=call.problem.activation, **call.extras)
+        return experts_by_torch(call, tensors)
 
     def flattened(self, call: Prepared, tensors: Tensors) -> Tensors:
         x, index, scores, *experts = tensors
@@ -184,7 +183,7 @@ class _MoeFFN(Operation):
     def expression(self, call: Prepared, operands: Tensors) -> Tensors:
         x, index, scores, *experts = operands
         index, scores = (each.view(-1, call.problem.top_k) for each in (index, scores))
-        return [experts_by_torch(x, index, scores, *experts, activation=call.problem.activation, **call.extras)]
+        return [experts_by_torch(call, (x, index, scores, *experts))]
 
     def finished(self, call: Prepared, tensors: Tensors, results: Tensor) -> Tensor:
         return results.view(tensors[0].shape)
