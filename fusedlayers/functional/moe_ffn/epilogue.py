@@ -1,4 +1,7 @@
-"""The experts in kernels: rows sorted by expert, products over each expert's rows, and sums in the order of tokens."""
+"""The experts in kernels: rows sorted by expert, products over each expert's rows, and sums in the order of tokens.
+
+``kernels.grouped_gemm`` has the equations; the names here are theirs.
+"""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -16,7 +19,7 @@ _THROUGH_HIDDEN = (_X, _W_UP, _W_GATE, B_UP, B_GATE)
 
 
 class _Experts(NamedTuple):
-    """Weights ``[E, out, in]`` and biases ``[E, out]``, or their gradients, as views, whatever the layout.
+    """Weights ``[E, out, in]`` and biases ``[E, out]``, or their gradients, as views of whatever layout a call has.
 
     Each is a tensor or None.
     """
@@ -57,10 +60,9 @@ def forward(call: Prepared, operands: Tensors, saving: bool) -> tuple[Tensor, Te
     problem, plan, ready = call.problem, call.plan, call.ready
     experts = _Experts.of(call, rest)
     packed, rows = kernels.sort(index, problem.E, problem.top_k, problem.block, ready)
-    keep = saving and not problem.recompute
-    hidden, z, g = _hidden(call, x, experts, rows, keep)
+    h, z, g = _hidden(call, x, experts, rows, keep=saving and not problem.recompute)
     ys = kernels.product(
-        [(hidden, experts.w_down)], experts.b_down, rows, problem.input_precision, tiles=plan.product_tiles,
+        [(h, experts.w_down)], experts.b_down, rows, problem.input_precision, tiles=plan.product_tiles,
         pipeline=plan.product_pipeline, ready=ready.setdefault("down", {}),
     )  # fmt: skip
     y = kernels.combine(ys, scores, rows, ready=ready)
@@ -70,13 +72,14 @@ def forward(call: Prepared, operands: Tensors, saving: bool) -> tuple[Tensor, Te
 def _hidden(
     call: Prepared, x: Tensor, experts: _Experts, rows: SortedRows, keep: bool
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    pipeline, tiles = call.plan.hidden_pipeline, call.plan.hidden_tiles
-    if pipeline is not None:
+    """H of x ``[M, K]``; with ``keep`` also Z, and with a gate G."""
+    plan, gathered = call.plan, call.plan.hidden_pipeline is not None
+    if gathered:
         # TMA loads rows of an expert that are adjacent in memory.
         x, _ = kernels.spread(x, None, rows, ready=call.ready.setdefault("x", {}))
     return kernels.hidden(
         x, experts.w_up, experts.w_gate, experts.b_up, experts.b_gate, rows, keep, call.details,
-        gathered=pipeline is not None, tiles=tiles, pipeline=pipeline, ready=call.ready,
+        gathered=gathered, tiles=plan.hidden_tiles, pipeline=plan.hidden_pipeline, ready=call.ready,
     )  # fmt: skip
 
 
@@ -88,7 +91,7 @@ def gradients(
     ``in_place``: nobody reads the pre-activations again, so their gradients overwrite them.
     """
     x, index, scores, *rest = operands
-    problem, plan, ready, precision = call.problem, call.plan, call.ready, call.problem.input_precision
+    problem, plan, ready = call.problem, call.plan, call.ready
     packed, z, g = made
     # Saved-tensor hooks may have changed their strides.
     index, scores = index.contiguous(), scores.contiguous()
@@ -96,52 +99,66 @@ def gradients(
     rows = kernels.rows_of(packed, problem.slots, problem.E, problem.block, problem.top_k)
     found: list[Tensor | None] = [None] * len(operands)
 
-    def results(*places: int) -> _Experts:
-        """New gradients of these operands, allocated only when computed: by then other memory has been freed."""
-        for place in places:
-            found[place] = operands[place].new_empty(operands[place].shape) if wanted[place] else None
-        return _Experts.of(call, [found[place] if place in places else None for place in range(_W_UP, len(found))])
+    def allocate(*positions: int) -> _Experts:
+        """Room for the wanted ones of these gradients, just before they are computed: then other memory is free."""
+        for position in positions:
+            if wanted[position]:
+                found[position] = operands[position].new_empty(operands[position].shape)
+        among = range(_W_UP, len(found))
+        return _Experts.of(call, [found[position] if position in positions else None for position in among])
 
+    # The rows of dy, and db_down = Σ w dys.
     dys, row_weights = kernels.spread(dy, scores, rows, ready=ready.setdefault("dy", {}))
     assert row_weights is not None
-    if (db_down := results(B_DOWN).b_down) is not None:
+    if (db_down := allocate(B_DOWN).b_down) is not None:
         kernels.expert_sums(dys, row_weights, rows, db_down, ready=ready, name="down")
-    through_hidden = any(wanted[place] for place in _THROUGH_HIDDEN)
+    through_hidden = any(wanted[position] for position in _THROUGH_HIDDEN)
     if not (through_hidden or wanted[SCORES] or wanted[_W_DOWN]):
         return found
+
+    # dZ and dG; w ⊙ H for dW_down; and dH' ⊙ H, summed over some columns each, for dw.
     if z is None:
-        _, z, g = _hidden(call, x, experts, rows, True)
+        _, z, g = _hidden(call, x, experts, rows, keep=True)
         in_place = True
     dz, dg, weighted, partials = kernels.hidden_gradient(
         dys, experts.w_down, z, g, row_weights, rows, wanted[_W_DOWN], wanted[SCORES], call.details,
         in_place=in_place, tiles=plan.hidden_gradient_tiles, pipeline=plan.hidden_gradient_pipeline, ready=ready,
     )  # fmt: skip
     del z, g
-    sm90 = plan.weight_gradient_pipeline is not None
-    order = kernels.longest_first(rows.starts) if sm90 and any(wanted[_W_UP : _W_GATE + 1]) else None
     if partials is not None:
         found[SCORES] = kernels.score_gradient(partials, index, dy, experts.b_down, rows, scores.dtype, ready=ready)
-    if (dw_down := results(_W_DOWN).w_down) is not None:
+
+    # dW_down = dysᵀ (w ⊙ H).
+    order = None
+    if plan.weight_gradient_pipeline is not None and any(wanted[_W_UP : _W_GATE + 1]):
+        order = kernels.longest_first(rows.starts)
+    if (dw_down := allocate(_W_DOWN).w_down) is not None:
         assert weighted is not None
         _weight_gradient(call, dys, weighted, rows, dw_down, order, "down")
     # Free them before the gradient of the rows of x and the rows themselves are allocated.
     del dys, weighted
-    biases = results(B_UP, B_GATE)
+
+    # db_up = Σ dZ, db_gate = Σ dG.
+    biases = allocate(B_UP, B_GATE)
     if biases.b_up is not None:
         kernels.expert_sums(dz, None, rows, biases.b_up, ready=ready, name="up")
     if biases.b_gate is not None and dg is not None:
         kernels.expert_sums(dg, None, rows, biases.b_gate, ready=ready, name="gate")
+
+    # dxs = dZ W_up + dG W_gate, and dx sums each token's rows.
     if wanted[_X]:
         pairs = [(dz, experts.w_up.mT)] + ([] if dg is None else [(dg, experts.w_gate.mT)])
         dxs = kernels.product(
-            pairs, None, rows, precision, tiles=plan.product_tiles, pipeline=plan.product_pipeline,
+            pairs, None, rows, problem.input_precision, tiles=plan.product_tiles, pipeline=plan.product_pipeline,
             ready=ready.setdefault("data gradient", {}),
         )  # fmt: skip
         found[_X] = kernels.combine(dxs, None, rows, ready=ready)
         del dxs
+
+    # dW_up = dZᵀ xs, dW_gate = dGᵀ xs.
     if wanted[_W_UP] or wanted[_W_GATE]:
         xs, _ = kernels.spread(x, None, rows, ready=ready.setdefault("x", {}))
-        weights = results(_W_UP, _W_GATE)
+        weights = allocate(_W_UP, _W_GATE)
         if weights.w_up is not None:
             _weight_gradient(call, dz, xs, rows, weights.w_up, order, "up")
         if weights.w_gate is not None and dg is not None:
