@@ -11,7 +11,7 @@ from ..planning.linear_cross_entropy import LossProblem
 from .custom_ops import Result, Results
 from .linear_cross_entropy import LossHead, fused, logits_formula
 from .linear_cross_entropy.arguments import LOG_PROBS_SHAPES, checked_options, loss_problem
-from .linear_cross_entropy.chunked import Head
+from .linear_cross_entropy.head import Head
 from .operation import Tensors
 from .prepared import Prepared
 
@@ -84,7 +84,7 @@ class _LinearLogProbs(LossHead):
 
     def forward(self, call: Prepared, operands: Tensors, wanted: Sequence[bool]) -> tuple[Tensors, Tensors]:
         head = Head.of(operands, call.plan, call.details)
-        losses, entropies, statistics = fused.each(head, any(wanted))
+        losses, entropies, statistics = fused.losses(head, any(wanted))
         # A copy is saved, so that the result may be changed in place.
         kept = None if statistics is None or entropies is None else entropies.clone()
         # Not ``-losses``: the logarithm of 1 must be 0, not -0.
@@ -96,10 +96,10 @@ class _LinearLogProbs(LossHead):
         of_log_probs, of_entropies = upstream
         statistics, entropies = made
         head = Head.of(operands, call.plan, call.details)
-        of_losses = None if of_log_probs is None else -of_log_probs
-        each = torch.zeros_like(statistics[0]) if of_losses is None else of_losses.contiguous()
-        weighed = None if of_entropies is None else of_entropies.contiguous()
-        dx, dw, db = fused.gradients(head, wanted, statistics, each, entropies, weighed)
+        # A loss is minus a log-probability.
+        of_losses = torch.zeros_like(statistics[0]) if of_log_probs is None else (-of_log_probs).contiguous()
+        of_entropies = None if of_entropies is None else of_entropies.contiguous()
+        dx, dw, db = fused.gradients(head, wanted, statistics, of_losses, entropies, of_entropies)
         return dx, dw, None, db, None
 
     def expression(self, call: Prepared, operands: Tensors) -> Tensors:

@@ -29,7 +29,7 @@ _HIDDEN, _HIDDEN_GRADIENT = "kernels/gemm_epilogue/hidden.py", "kernels/matmul/g
 _GENERIC_HIDDEN, _EPILOGUES = "kernels/matmul/generic/hidden.py", "kernels/matmul/generic/epilogues.py"
 _LINEAR = "fusedlayers/functional/linear.py"
 _LOSSES, _LOGITS = "kernels/cross_entropy/losses.py", "kernels/cross_entropy/elements.py"
-_HEAD = "fusedlayers/functional/linear_cross_entropy/chunked.py"
+_HEAD = "fusedlayers/functional/linear_cross_entropy/head.py"
 _LORA, _ADAPTERS = "fusedlayers/functional/lora_ffn/__init__.py", "fusedlayers/functional/lora_ffn/products.py"
 
 FAULTS: tuple[Fault, ...] = (
@@ -244,7 +244,7 @@ FAULTS: tuple[Fault, ...] = (
         "functional/test_linear_cross_entropy_calls no_class_shows",
     ),
     _fault(
-        "sum of dW begun anew in every chunk", _HEAD,
+        "sum of dW begun anew in every chunk", "fusedlayers/functional/linear_cross_entropy/chunked.py",
         "[:, : self.whole], input[rows], first=not rows.start)", "[:, : self.whole], input[rows], first=True)",
         "functional/test_linear_cross_entropy edges_of_chunks",
     ),
@@ -286,7 +286,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     _fault(
         "mean recomputed as a sum", "fusedlayers/functional/linear_cross_entropy/__init__.py",
-        "each = upstream[0] if factor in ([], [None]) else upstream[0] * factor[0]", "each = upstream[0]",
+        "of_losses = upstream[0] if factor is None else upstream[0] * factor", "of_losses = upstream[0]",
         "functional/test_linear_cross_entropy targets_of_any_shape",
     ),
     _fault(

@@ -17,7 +17,7 @@ from ..operation import Operation, Tensors
 from ..prepared import Prepared
 from . import chunked, fused
 from .arguments import check_loss, checked_options, loss_problem
-from .chunked import Head
+from .head import Head
 
 
 def linear_cross_entropy(
@@ -150,8 +150,8 @@ class _LinearCrossEntropy(LossHead):
     def forward(self, call: Prepared, operands: Tensors, wanted: Sequence[bool]) -> tuple[Tensors, Tensors]:
         head = Head.of(operands, call.plan, call.details)
         if call.problem.reduction == "none":
-            losses, _, statistics = fused.each(head, any(wanted))
-            return (losses,), (statistics,)
+            losses, _, statistics = fused.losses(head, any(wanted))
+            return (losses,), (statistics, None)
         if call.plan.path == "fused":
             loss, made = fused.reduced(head, any(wanted))
         else:
@@ -164,9 +164,9 @@ class _LinearCrossEntropy(LossHead):
         if call.problem.early:
             return self._scaled(operands, made, wanted, upstream, False)
         head = Head.of(operands, call.plan, call.details)
-        statistics, *factor = made
-        each = upstream[0] if factor in ([], [None]) else upstream[0] * factor[0]
-        dx, dw, db = fused.gradients(head, wanted, statistics, each.expand(len(head.target)).contiguous())
+        statistics, factor = made
+        of_losses = upstream[0] if factor is None else upstream[0] * factor
+        dx, dw, db = fused.gradients(head, wanted, statistics, of_losses.expand(len(head.target)).contiguous())
         return dx, dw, None, db, None
 
     def last_backward(
@@ -180,11 +180,13 @@ class _LinearCrossEntropy(LossHead):
         self, operands: Tensors, made: Tensors, wanted: Sequence[bool], upstream: Tensors, in_place: bool
     ) -> Tensors:
         """The forward pass's gradients times the loss's upstream gradient; ``in_place`` if no cast is needed."""
-        *found, late = made
+        *gradients, late = made
         factor = upstream[0] if late is None else upstream[0] * late
         dx, dw, db = (
-            None if each is None or not want else kernels.scaled(each, factor, operands[0].dtype, in_place=in_place)
-            for each, want in zip(found, (wanted[0], wanted[1], wanted[3]), strict=True)
+            kernels.scaled(gradient, factor, operands[0].dtype, in_place=in_place)
+            if want and gradient is not None
+            else None
+            for gradient, want in zip(gradients, (wanted[0], wanted[1], wanted[3]), strict=True)
         )
         return dx, dw, None, db, None
 
@@ -200,21 +202,22 @@ class _LinearCrossEntropy(LossHead):
     def results(self, operands: Tensors, problem: Any, path: str, extras: dict[str, Any], saving: bool) -> Results:
         statistics = Result((2, problem.M), torch.float32) if saving else None
         if problem.reduction == "none":
-            return [Result((problem.M,), torch.float32)], [statistics]
+            return [Result((problem.M,), torch.float32)], [statistics, None]
         if path == "fused":
             factor = Result((), torch.float32) if saving and problem.reduction == "mean" else None
             return [Result((), torch.float32)], [statistics, factor]
-        found: list[Result | None] = [None] * 4
+        gradients: list[Result | None] = [None] * 3
+        late = None
         if saving:
             dtype = operands[0].dtype
             shapes = (problem.M, problem.K), (problem.V, problem.K), (problem.V,)
             needs = (problem.needs_data_gradient, problem.needs_weight_gradient, problem.needs_bias_gradient)
-            found = [
+            gradients = [
                 Result(shape, torch.float32 if wide else dtype) if need else None
                 for shape, need, wide in zip(shapes, needs, wide_gradients(problem), strict=True)
             ]
-            found.append(Result((), torch.float32) if problem.deferred and problem.reduction == "mean" else None)
-        return [Result((), torch.float32)], found
+            late = Result((), torch.float32) if problem.deferred and problem.reduction == "mean" else None
+        return [Result((), torch.float32)], [*gradients, late]
 
     def finished(self, call: Prepared, tensors: Tensors, results: Tensor) -> Tensor:
         return results.view(tensors[0].shape[:-1]) if call.problem.reduction == "none" else results

@@ -5,83 +5,36 @@ have ``P`` columns: V, or more where the weight is copied with rows of zeros at 
 """
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ...kernels import cross_entropy as kernels
-from ...kernels.cross_entropy import LossArithmetic
-from ...kernels.tuning.cross_entropy import RowTiles
-from ...planning.linear_cross_entropy import ALIGNED_COLUMNS, LossPlan
-from ..operands import rows as rows_of
+from ...planning.linear_cross_entropy import ALIGNED_COLUMNS
 from ..operation import Tensors
 from ..sums import accumulated, add_product, summed_rows
+from .head import Head
 
 
-class Head(NamedTuple):
-    """The operands of the logits, the targets, and class weights with their sum, both float32.
+def for_each_chunk(head: Head, visit: Callable[[slice, Tensor], None]) -> None:
+    """Calls ``visit(rows, logits)`` for every chunk, all in one buffer.
 
-    Weight ``[P, K]`` and bias ``[P]`` are padded as products read them.
+    The first chunk is the shortest. Logits ``[m, P]`` are those of the products; columns from V on are padding, but
+    not NaN.
     """
-
-    input: Tensor
-    linear_weight: Tensor
-    linear_bias: Tensor | None
-    target: Tensor
-    weight: Tensor | None
-    weight_sum: Tensor | None
-    plan: LossPlan
-    arithmetic: LossArithmetic
-
-    @classmethod
-    def of(cls, operands: Tensors, plan: LossPlan, arithmetic: LossArithmetic) -> "Head":
-        """The head of the operands of a call: input, linear_weight, target, linear_bias and weight."""
-        input, linear_weight, target, linear_bias, weight = operands
-        weights = None if weight is None else weight.to(torch.float32).contiguous()
-        total = None if weights is None else weights.sum()
-        if plan.pads_weight:
-            linear_weight = padded(linear_weight, plan.problem.padded_columns)
-            linear_bias = None if linear_bias is None else padded(linear_bias, plan.problem.padded_columns)
-        return cls(rows_of(input), linear_weight, linear_bias, target.contiguous(), weights, total, plan, arithmetic)
-
-    @property
-    def classes(self) -> int:
-        """V."""
-        return self.plan.problem.V
-
-    def for_each_chunk(self, visit: Callable[[slice, Tensor], None]) -> None:
-        """Calls ``visit(rows, logits)`` for every chunk, all in one buffer.
-
-        The first chunk is the shortest. Logits ``[m, P]`` are those of the products; columns from V on are padding, but
-        not NaN.
-        """
-        tokens, columns = self.input.shape[0], self.linear_weight.shape[0]
-        buffer = self.input.new_empty(self.plan.rows, self.plan.problem.padded_columns)
-        # No product writes the padding of the rows, but the kernel reads it.
-        buffer[:, columns:].zero_()
-        for last in range((tokens - 1) % self.plan.rows + 1, tokens + 1, self.plan.rows):
-            rows = slice(max(0, last - self.plan.rows), last)
-            logits = buffer[: rows.stop - rows.start, :columns]
-            if self.linear_bias is None:
-                torch.mm(self.input[rows], self.linear_weight.T, out=logits)
-            else:
-                torch.addmm(self.linear_bias, self.input[rows], self.linear_weight.T, out=logits)
-            visit(rows, logits)
-
-    def known(self, rows: slice) -> tuple[Tensor, Tensor | None, Tensor | None, LossArithmetic, RowTiles]:
-        """The kernels' arguments for these tokens besides their logits."""
-        assert self.plan.tiles is not None
-        return self.target[rows], self.weight, self.weight_sum, self.arithmetic, self.plan.tiles
-
-    def counted(self) -> Tensor:
-        """What a mean divides by: the tokens that count, or the sum of the weights of their classes; float32."""
-        counts = self.target != self.arithmetic.ignore_index
-        if self.weight is None:
-            return counts.sum().to(torch.float32)
-        # Clamped for indexing: the kernel makes the loss NaN where a target is no class.
-        classes = self.target.clamp(0, self.weight.shape[0] - 1)
-        return torch.where(counts, self.weight[classes], 0.0).sum()
+    input, weight, bias, plan = head.input, head.linear_weight, head.linear_bias, head.plan
+    tokens, columns = input.shape[0], weight.shape[0]
+    buffer = input.new_empty(plan.rows, plan.problem.padded_columns)
+    # No product writes the padding of the rows, but the kernel reads it.
+    buffer[:, columns:].zero_()
+    for stop in range((tokens - 1) % plan.rows + 1, tokens + 1, plan.rows):
+        rows = slice(max(0, stop - plan.rows), stop)
+        logits = buffer[: rows.stop - rows.start, :columns]
+        if bias is None:
+            torch.mm(input[rows], weight.T, out=logits)
+        else:
+            torch.addmm(bias, input[rows], weight.T, out=logits)
+        visit(rows, logits)
 
 
 class Sums:
@@ -149,12 +102,12 @@ def reduced(head: Head, wanted: Sequence[bool]) -> tuple[Tensor, Tensors]:
 
     def visit(rows: slice, logits: Tensor) -> None:
         kernels.losses(
-            logits[:, : head.classes], *head.known(rows), loss=losses[rows], gradient=sums is not None, factor=early
+            logits[:, : head.classes], *head.of_rows(rows), loss=losses[rows], gradient=sums is not None, factor=early
         )
         if sums is not None:
             sums.add(rows, logits)
 
-    head.for_each_chunk(visit)
+    for_each_chunk(head, visit)
     loss = losses.sum()
     if counted is not None:
         loss = loss / counted
@@ -165,11 +118,3 @@ def reduced(head: Head, wanted: Sequence[bool]) -> tuple[Tensor, Tensors]:
         # Gradients are 0 where no token counts, and NaN where some do, but their class weights add up to 0.
         late = factor.masked_fill((head.target == head.arithmetic.ignore_index).all(), 0.0)
     return loss, (*sums.unrounded(), late)
-
-
-def padded(tensor: Tensor, rows: int) -> Tensor:
-    """A copy, zero-padded to ``rows`` rows."""
-    copy = tensor.new_empty(rows, *tensor.shape[1:])
-    copy[: len(tensor)] = tensor
-    copy[len(tensor) :].zero_()
-    return copy

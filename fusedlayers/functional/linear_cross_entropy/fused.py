@@ -11,29 +11,29 @@ from torch import Tensor
 from ...kernels import cross_entropy as kernels
 from ..operation import Tensors
 from ..sums import accumulated, add_product, summed_rows
-from .chunked import Head, padded
+from .head import Head, padded
 
 
-def each(head: Head, saving: bool) -> tuple[Tensor, Tensor | None, Tensor | None]:
+def losses(head: Head, saving: bool) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """The losses ``[M]``, the entropies if wanted, and with ``saving`` two numbers per token for the backward pass."""
     plan = head.plan
     assert plan.logit_tiles is not None
-    losses = head.input.new_empty(head.input.shape[0], dtype=torch.float32)
-    entropies = torch.empty_like(losses) if plan.problem.entropy else None
+    found = head.input.new_empty(head.input.shape[0], dtype=torch.float32)
+    entropies = torch.empty_like(found) if plan.problem.entropy else None
     # Computed even if nobody needs them, so that the same kernels run, and round the same way.
-    statistics = losses.new_empty(2, len(losses))
+    statistics = found.new_empty(2, len(found))
     kernels.losses_of_product(
         head.input, head.linear_weight, head.linear_bias, head.target, head.weight, head.weight_sum, head.arithmetic,
-        plan.problem.input_precision, plan.logit_tiles, plan.ranges, loss=losses, entropy=entropies,
+        plan.problem.input_precision, plan.logit_tiles, plan.ranges, loss=found, entropy=entropies,
         statistics=statistics,
     )  # fmt: skip
-    return losses, entropies, statistics if saving else None
+    return found, entropies, statistics if saving else None
 
 
 def reduced(head: Head, saving: bool) -> tuple[Tensor, Tensors]:
     """The sum or the mean of the losses; with ``saving`` the tokens' statistics, and for a mean its factor."""
-    losses, _, statistics = each(head, saving)
-    loss = losses.sum()
+    found, _, statistics = losses(head, saving)
+    loss = found.sum()
     if head.plan.problem.reduction == "sum":
         return loss, (statistics, None)
     counted = head.counted()

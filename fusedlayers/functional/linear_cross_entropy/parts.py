@@ -1,8 +1,14 @@
 """Losses of a vocabulary that is sharded over several processes, each with its own rows of the weight.
 
-Every process computes the logits of its classes, chunk by chunk, and for each token their maximum and the sum of their
-exponentials. These are gathered once, and are all that the loss needs; the backward pass recomputes the logits, and
-gives the share of the input's gradient that comes from the local classes.
+Every process p computes the logits z of its own classes c, chunk by chunk, and of each token
+
+    top_p = max_c z_c,  total_p = Σ_c exp(z_c - top_p),  and if its target is local  top_p + log total_p - z_target
+
+These are gathered once, and are all that the loss needs:
+
+    top = max_p top_p,  total = Σ_p total_p exp(top_p - top),  loss = top + log total - z_target
+
+The backward pass recomputes the logits, and gives the share of the input's gradient that comes from the local classes.
 """
 
 from collections.abc import Callable
@@ -20,10 +26,11 @@ from .. import dispatch
 from ..autograd import contiguous
 from ..operands import autocast, compute_dtype, without_autocast
 from .arguments import loss_problem
-from .chunked import Head, Sums
+from .chunked import Sums, for_each_chunk
+from .head import Head
 
-# Local targets are the process's own classes, from 0 on; V, their number, for a class of another process; and these two
-# for a token that does not count, and for a target that is no class of any process.
+# A local target is one of the process's own classes, from 0 on; or V, their number, for a class of another process; or
+# one of these, for a token that does not count, and for a target that is no class of any process.
 _IGNORED, _UNKNOWN = -1, -2
 
 
@@ -81,21 +88,21 @@ class _LossesOfPart(torch.autograd.Function):
     ) -> Tensor:
         head = _head(input, weight, bias, target, part, plan, 0.0)
         dtype = torch.promote_types(input.dtype, torch.float32)
-        # Of every token: maximum, sum of exponentials and loss over the local classes, and whether its class is local.
-        found = torch.empty(4, input.shape[0], dtype=dtype, device=input.device)
-        here = (head.target >= 0) & (head.target < weight.shape[0])
-        found[3] = here
+        # For every token: top, total and loss of the local classes, and whether the target is one of them.
+        local = torch.empty(4, input.shape[0], dtype=dtype, device=input.device)
+        is_local = (head.target >= 0) & (head.target < weight.shape[0])
+        local[3] = is_local
 
         def visit(rows: slice, logits: Tensor) -> None:
-            _statistics(head, rows, logits, here[rows], found)
+            _fill_statistics(local[:3, rows], head, rows, logits, is_local[rows])
 
-        head.for_each_chunk(visit)
-        tops, totals, losses, owning = part.gather(found).unbind(1)
+        for_each_chunk(head, visit)
+        tops, totals, losses, has_target = part.gather(local).unbind(1)
         top = tops.amax(0)
         total = (totals * (tops - top).exp()).sum(0)
-        # From the process that has the target: its local loss is exact for a token that is almost certain.
-        wider = losses + ((top - tops) + (total.log() - totals.log()))
-        loss = torch.where(owning > 0, wider, 0.0).sum(0)
+        # From the loss of the process that has the target, which is exact for a token that is almost certain.
+        whole = losses + ((top - tops) + (total.log() - totals.log()))
+        loss = torch.where(has_target > 0, whole, 0.0).sum(0)
         if part.z_loss:
             loss = loss + part.z_loss * (top + total.log()).square()
         loss = loss.masked_fill(head.target == _UNKNOWN, torch.nan).masked_fill(head.target == _IGNORED, 0.0)
@@ -118,7 +125,7 @@ class _LossesOfPart(torch.autograd.Function):
             sums.add(rows, logits)
 
         with without_autocast(input.device):
-            head.for_each_chunk(visit)
+            for_each_chunk(head, visit)
         return *sums.gradients(), None, None, None
 
 
@@ -131,19 +138,20 @@ def _head(
     return Head(input, weight, bias, local, None, None, plan, part.arithmetic(plan.accuracy, z_loss))
 
 
-def _statistics(head: Head, rows: slice, logits: Tensor, here: Tensor, found: Tensor) -> None:
-    """Fills the first three rows of ``found`` for the tokens of a chunk."""
-    local = head.target[rows]
+def _fill_statistics(statistics: Tensor, head: Head, rows: slice, logits: Tensor, is_local: Tensor) -> None:
+    """Fills ``statistics`` ``[3, m]`` with top, total and loss of a chunk's tokens."""
+    target = head.target[rows]
     if head.plan.path == "chunked":
         # A class of another process is no target for the kernel.
-        known = torch.where(here, local, _IGNORED), *head.known(rows)[1:]
-        kernels.losses(logits, *known, loss=found[2, rows], statistics=found[:2, rows])
+        target = torch.where(is_local, target, _IGNORED)
+        kernels.losses(logits, target, *head.of_rows(rows)[1:], loss=statistics[2], statistics=statistics[:2])
         return
     scores = reference.logits(logits, head.arithmetic.softcap, head.arithmetic.logit_scale)
     top = scores.amax(-1)
     total = (scores - top.unsqueeze(-1)).exp().sum(-1)
-    chosen = scores.gather(-1, torch.where(here, local, 0).unsqueeze(-1)).squeeze(-1)
-    found[0, rows], found[1, rows], found[2, rows] = top, total, torch.where(here, top - chosen + total.log(), 0.0)
+    chosen = scores.gather(-1, torch.where(is_local, target, 0).unsqueeze(-1)).squeeze(-1)
+    statistics[0], statistics[1] = top, total
+    statistics[2] = torch.where(is_local, top - chosen + total.log(), 0.0)
 
 
 def _gradient(head: Head, rows: slice, logits: Tensor, statistics: Tensor, upstream: Tensor) -> None:
@@ -151,16 +159,18 @@ def _gradient(head: Head, rows: slice, logits: Tensor, statistics: Tensor, upstr
     if head.plan.path == "chunked":
         # A class of another process is the column after the last one, which is padding.
         wider = logits.as_strided((logits.shape[0], logits.shape[1] + 1), logits.stride())
-        kernels.gradient(wider, *head.known(rows), statistics=statistics, upstream=upstream)
+        kernels.gradient(wider, *head.of_rows(rows), statistics=statistics, upstream=upstream)
         return
-    arithmetic, local, own = head.arithmetic, head.target[rows], logits.shape[1]
+    arithmetic, target, own = head.arithmetic, head.target[rows], logits.shape[1]
     scores = reference.logits(logits, arithmetic.softcap, arithmetic.logit_scale)
     top, total = statistics
-    counted = torch.where(local == _IGNORED, 0.0, upstream).masked_fill(local == _UNKNOWN, torch.nan)
-    share = counted * (1 + 2 * arithmetic.z_loss * (top + total.log())) / total
-    gradient = (scores - top.unsqueeze(-1)).exp() * share.unsqueeze(-1)
-    here = (local >= 0) & (local < own)
-    gradient.scatter_add_(-1, torch.where(here, local, 0).unsqueeze(-1), torch.where(here, -counted, 0.0).unsqueeze(-1))
+    counted = torch.where(target == _IGNORED, 0.0, upstream).masked_fill(target == _UNKNOWN, torch.nan)
+    # Softmax, scaled for the squared logsumexp, minus 1 at the target; then the slopes of softcap and scale.
+    factor = counted * (1 + 2 * arithmetic.z_loss * (top + total.log())) / total
+    gradient = (scores - top.unsqueeze(-1)).exp() * factor.unsqueeze(-1)
+    is_local = ((target >= 0) & (target < own)).unsqueeze(-1)
+    column = torch.where(is_local, target.unsqueeze(-1), 0)
+    gradient.scatter_add_(-1, column, torch.where(is_local, -counted.unsqueeze(-1), 0.0))
     if arithmetic.softcap is not None:
         gradient *= 1 - (scores / arithmetic.softcap).square()
     logits.copy_(gradient * arithmetic.logit_scale)
