@@ -22,10 +22,9 @@ from ..operands import rows, with_leading_dims, without_autocast
 from ..operation import Operation, Tensors, formula
 from ..precision import Float8, precision_word
 from ..prepared import Prepared
-from ..shapes import check_absent
 from ..sums import summed_rows
 from . import chunked, dropping, epilogue, float8, fused
-from .arguments import FFN_SHAPES, check_recompute, checked_dropout, ffn_problem
+from .arguments import check_ffn, check_recompute, checked_dropout, ffn_problem
 
 
 def ffn(
@@ -115,10 +114,7 @@ class _FFN(Operation):
         activation, dropout_p, recompute, precision = options
         activation = canonical_activation(activation)
         precision = None if precision is None else precision_word(precision)
-        FFN_SHAPES.check(*tensors)
-        w_gate, b_gate = tensors[5:7]
-        if w_gate is None:
-            check_absent("b_gate", b_gate, "w_gate is None")
+        check_ffn(tensors)
         checked_dropout("dropout_p", dropout_p)
         check_recompute(recompute)
         return activation, dropout_p, recompute, precision

@@ -1,6 +1,7 @@
 """Arguments of ``ffn``: their checks, the planning problem, and which operands the measured kernels can read."""
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -9,8 +10,9 @@ from torch import Tensor
 from ...kernels.hopper import ALIGNMENT, matrix, untransposed
 from ...planning import Problem
 from ..call import PLAIN_TENSORS, call_facts, observed, traced, transformed, wants_gradient
+from ..operands import describe_tensor
 from ..options import checked_number
-from ..shapes import Shapes
+from ..shapes import Shapes, check_absent
 
 _PLAIN = frozenset({*PLAIN_TENSORS, type(None)})
 _NAMES = ("x", "w_up", "w_down", "w_gate", "b_up", "b_gate")
@@ -21,12 +23,35 @@ _NARROW = 256
 
 _LAYER = "x: *B M? K, w_up: N K, w_down: O N, b_up?: N, b_down?: O, w_gate?: N K, b_gate?: N"
 _SPARSE = "x w_up w_down w_gate"
-FFN_SHAPES = Shapes(f"{_LAYER}, residual?: *B M? O, dropout_seed?: seed(1)", f"{_SPARSE} residual")
-LORA_SHAPES = Shapes(
+_FFN = Shapes(f"{_LAYER}, residual?: *B M? O, dropout_seed?: seed(1)", f"{_SPARSE} residual")
+_LORA_FFN = Shapes(
     f"{_LAYER}, up_a?: R_up K, up_b?: N R_up, down_a?: R_down N, down_b?: O R_down, gate_a?: R_gate K, "
     "gate_b?: N R_gate, dropout_seed?: seed(1)",
     _SPARSE,
 )
+
+
+def check_ffn(tensors: Sequence[Any]) -> None:
+    """Checks the tensors of ``ffn``."""
+    _FFN.check(*tensors)
+    w_gate, b_gate = tensors[5:7]
+    if w_gate is None:
+        check_absent("b_gate", b_gate, "w_gate is None")
+
+
+def check_lora_ffn(tensors: Sequence[Any]) -> None:
+    """Checks the tensors of ``lora_ffn``: an adapter has both factors and a rank, and only a gate has the gate's."""
+    _LORA_FFN.check(*tensors)
+    w_gate, b_gate, *factors = tensors[5:13]
+    for name, a, b in zip(("up", "down", "gate"), factors[::2], factors[1::2], strict=True):
+        if (a is None) != (b is None):
+            missing, given = ("a", "b") if a is None else ("b", "a")
+            raise ValueError(f"{name}_{missing} must be given with {name}_{given}: an adapter has both")
+        if a is not None and not a.shape[0]:
+            raise ValueError(f"{describe_tensor(f'{name}_a', a)}: expected a rank of at least 1")
+    if w_gate is None:
+        check_absent("b_gate", b_gate, "w_gate is None")
+        check_absent("gate_a", factors[4], "w_gate is None")
 
 
 def checked_dropout(name: str, probability: Any) -> float:

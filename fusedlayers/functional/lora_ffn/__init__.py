@@ -33,12 +33,12 @@ from ...planning.lora_ffn import LoRAProblem
 from ..call import subclass_of, wants_gradient
 from ..custom_ops import Result, Results
 from ..ffn import dropping
-from ..ffn.arguments import LORA_SHAPES, checked_dropout, ffn_problem
+from ..ffn.arguments import check_lora_ffn, checked_dropout, ffn_problem
 from ..operands import rows, with_leading_dims
 from ..operation import Operation, Tensors, formula
 from ..options import checked_flag, checked_number
 from ..prepared import Prepared
-from .arguments import Operands, check_adapters
+from .arguments import Operands
 from .products import Product, aligned, dropped, into_hidden, side_by_side
 
 
@@ -131,8 +131,7 @@ class _LoRAFFN(Operation):
         given = Operands(*tensors)
         activation, *scales, dropout_p, shared = options
         activation = canonical_activation(activation)
-        LORA_SHAPES.check(*tensors)
-        check_adapters(given)
+        check_lora_ffn(tensors)
         checked_dropout("adapter_dropout_p", dropout_p)
         if checked_flag("shared_dropout", shared) and given.w_gate is None:
             raise ValueError("shared_dropout must be False, because w_gate is None")
