@@ -62,7 +62,7 @@ class Shapes:
                 _check_layout(argument, tensor, argument.name in self._sparse)
                 given.append((argument, tensor))
                 _check_dtype_and_device(argument, tensor, *given[0])
-        sizes = _no_sizes()
+        sizes = dict(_NUMBERS)
         for position, (argument, tensor) in enumerate(given):
             parts = argument.parts(tensor.shape, sizes)
             if parts is None or argument.wrong_dim(parts, sizes) is not None:
@@ -158,11 +158,7 @@ class _Argument(NamedTuple):
 _Dims = tuple[int, ...]
 _Sizes = dict[str, _Dims]  # what the letters stand for
 _Given = tuple[_Argument, Tensor]
-
-
-def _no_sizes() -> _Sizes:
-    # A number is a multiple of 1.
-    return {"": (1,)}
+_NUMBERS: _Sizes = {"": (1,)}  # a number is a multiple of 1
 
 
 def _parsed(text: str) -> _Argument:
@@ -206,7 +202,7 @@ def _check_dtype_and_device(argument: _Argument, tensor: Tensor, first_argument:
 
 def _shape_error(argument: _Argument, tensor: Tensor, earlier: list[_Given]) -> str:
     """The error of a tensor whose shape does not fit those of the earlier ones, which fit each other."""
-    sizes, sources = _no_sizes(), dict[str, _Given]()
+    sizes, sources = dict(_NUMBERS), dict[str, _Given]()
     for each, other in earlier:
         found = each.sizes(each.parts(other.shape, sizes) or [])
         sizes.update(found)

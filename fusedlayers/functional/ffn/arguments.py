@@ -20,7 +20,6 @@ _MATRICES = 4
 # Layers of up to this width run in the fused kernels, whose launches check every operand themselves.
 _NARROW = 256
 
-
 _LAYER = "x: *B M? K, w_up: N K, w_down: O N, b_up?: N, b_down?: O, w_gate?: N K, b_gate?: N"
 _SPARSE = "x w_up w_down w_gate"
 _FFN = Shapes(f"{_LAYER}, residual?: *B M? O, dropout_seed?: seed(1)", f"{_SPARSE} residual")
