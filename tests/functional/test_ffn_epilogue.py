@@ -47,7 +47,7 @@ from tests.support.selection import FULL, draws
 from tests.support.uninitialised import allocate_by
 
 path = import_module("fusedlayers.functional.ffn.epilogue")
-function = import_module("fusedlayers.functional.ffn")
+passes = import_module("fusedlayers.functional.ffn.passes")
 # Of subsets that are neither one input nor all but one, every third must do: on a GPU each compiles the kernels anew.
 STEP = 1 if FULL and not ON_GPU else 3
 # The last ones are those of what follows a product of torch.
@@ -86,7 +86,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     spy(kernels, "hidden_gradient", gradient)
     spy(path, "_data_gradient", lambda *arguments: "dx")
     spy(path, "weight_gradient", lambda dy, x: "dw")
-    spy(function, "column_sums", lambda dy, tiles, ready: "db")
+    spy(passes, "column_sums", lambda dy, tiles, ready: "db")
     return names
 
 
@@ -192,16 +192,16 @@ def test_sizes_in_random_combinations(
         assert_ffn_close(functional.ffn, *draws, options=options, activation=activation)
 
 
-@pytest.mark.parametrize(("rows", "units", "way"), [(33, 16, "cat"), (32, 16, "addmm"), (33, 10, "addmm")])
+@pytest.mark.parametrize(("rows", "units", "way"), [(33, 16, "cat"), (32, 16, "addmm_"), (33, 10, "addmm_")])
 def test_both_ways_to_the_data_gradient(rows: int, units: int, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of more rows than both weights together have, the gated gradient is one product; else a sum of two.
 
     So it is where rows of hidden units would end within a sector of memory.
     """
     ways: list[str] = []
-    for name in ("cat", "addmm"):
-        function = getattr(torch, name)
-        monkeypatch.setattr(torch, name, lambda *args, n=name, f=function: (ways.append(n), f(*args))[1])
+    for owner, name in ((torch, "cat"), (Tensor, "addmm_")):
+        function = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda *args, n=name, f=function: (ways.append(n), f(*args))[1])
     draw = INTEGERS[torch.float32]
     inputs = ffn_inputs(rows, 6, units, 5, gated=True, draw=draw)
     dy = like_result(inputs, draw)

@@ -30,7 +30,7 @@ _GENERIC_HIDDEN, _EPILOGUES = "kernels/matmul/generic/hidden.py", "kernels/matmu
 _LINEAR = "fusedlayers/functional/linear.py"
 _LOSSES, _LOGITS = "kernels/cross_entropy/losses.py", "kernels/cross_entropy/elements.py"
 _HEAD = "fusedlayers/functional/linear_cross_entropy/head.py"
-_LORA, _ADAPTERS = "fusedlayers/functional/lora_ffn/__init__.py", "fusedlayers/functional/lora_ffn/products.py"
+_ADAPTERS = "fusedlayers/functional/ffn/adapters.py"
 
 FAULTS: tuple[Fault, ...] = (
     # Tiles: what lies outside, and where.
@@ -163,8 +163,8 @@ FAULTS: tuple[Fault, ...] = (
         "functional/test_ffn_epilogue nothing_outside_of_the_outputs",
     ),
     _fault(
-        "compilers told of no memory behind the last hidden unit", "fusedlayers/functional/ffn/__init__.py",
-        "columns = ffn_epilogue.kept_columns(problem, dispatch.describe(first.device))", "columns = problem.N",
+        "compilers told of no memory behind the last hidden unit", "fusedlayers/functional/ffn/passes.py",
+        "else ffn_epilogue.kept_columns(problem, device)", "else problem.N",
         "functional/test_compiled opcheck",
     ),
     # Activations and special values.
@@ -303,28 +303,27 @@ FAULTS: tuple[Fault, ...] = (
     # Adapters of low rank.
     _fault(
         "scale of an adapter dropped", _ADAPTERS,
-        "beta=0, alpha=scale, out=part)", "beta=0, out=part)",
+        "each.a.t(), beta=0, alpha=each.scale, out=part)", "each.a.t(), beta=0, out=part)",
         "functional/test_lora_ffn any_of_the_linears",
     ),
     _fault(
         "gate's adapter reads the columns of the other one", _ADAPTERS,
-        "first = 0 if up is None or gate is None else aligned_columns(inner, up.shape[1])",
-        "first = 0",
+        "first=self._columns[-1].start", "first=0",
         "functional/test_lora_ffn any_of_the_linears",
     ),
     _fault(
-        "adapter of the down projection left out of the hidden's gradient", _LORA,
-        "low_rank = LowRank(v, given.down_a)", "low_rank = None",
+        "adapter of the down projection left out of the hidden's gradient", _ADAPTERS,
+        "(LowRank(v, self._all[0].a), None)", "(None, None)",
         "functional/test_lora_ffn any_of_the_linears",
     ),
     _fault(
-        "adapters left out of the data gradient", _LORA,
-        "            elif v is not None:\n", "            elif v is None:\n",
+        "adapters left out of the data gradient", _ADAPTERS,
+        "return self._of_x.into_input_gradient(v) if dx and v is not None else None", "return None",
         "functional/test_lora_ffn any_of_the_linears",
     ),
     _fault(
         "zeros behind the rank of an adapter left unwritten", _ADAPTERS,
-        "            found[:, first + rank : end] = 0\n", "            pass\n",
+        "            matrix[:, gap] = 0\n", "            pass\n",
         "functional/test_lora_ffn ranks_whose_rows_are_padded",
     ),
     _fault(
@@ -333,8 +332,8 @@ FAULTS: tuple[Fault, ...] = (
         "functional/test_lora_ffn_dropout every_path_draws",
     ),
     _fault(
-        "dropout of an adapter left out of the hidden's gradient", _LORA,
-        "                dropped(added, dropout, added)\n", "",
+        "dropout of an adapter left out of the gradient of its input", _ADAPTERS,
+        "            _dropped(added, each.dropout, added)\n", "",
         "functional/test_lora_ffn_dropout close_to_torch",
     ),
     _fault(

@@ -1,6 +1,5 @@
 """The feed-forward block: the public function, and its operation, which takes one of several paths."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -9,22 +8,18 @@ from torch import Tensor
 
 from ... import reference
 from ...kernels.activations import ACTIVATIONS, canonical_activation
-from ...kernels.column_sums import column_sums
 from ...kernels.gemm_gemm import Arithmetic
-from ...kernels.tuning import COLUMN_SUM_TILES
-from ...planning import KERNEL_PATHS, Device, Float8Plan, Float8Problem, Plan, Problem, ffn_epilogue, recomputing
+from ...planning import Device, Float8Plan, Float8Problem, Plan, Problem, recomputing
 from ...planning.float8 import IN_16_BITS
-from .. import dispatch
 from ..custom_ops import Result, Results
 from ..float8 import note_sources
 from ..last_call import at_places
-from ..operands import rows, with_leading_dims, without_autocast
 from ..operation import Operation, Tensors, formula
 from ..precision import Float8, precision_word
 from ..prepared import Prepared
-from ..sums import summed_rows
-from . import chunked, dropping, epilogue, float8, fused
+from . import dropping
 from .arguments import check_ffn, check_recompute, checked_dropout, ffn_problem
+from .passes import RESIDUAL, FFNOperation
 
 
 def ffn(
@@ -90,25 +85,14 @@ def ffn(
     )  # fmt: skip
 
 
-# Operands whose gradients need the hidden; further positions; which operands the backward kernels read.
-_THROUGH_HIDDEN = (0, 1, 2, 3, 5, 6)
-_those_through_hidden = at_places(_THROUGH_HIDDEN)
-_B_UP, _B_DOWN, _B_GATE, _RESIDUAL = 3, 4, 6, 7
 _weights = at_places((1, 2, 5))
-_READ = (True, True, True, True, False, True, True, False, True)
 
 
-class _FFN(Operation):
-    """The FFN of x ``[*B, M, K]``.
-
-    It saves only its inputs, and recomputes the hidden in the backward pass; the epilogue path saves the
-    pre-activations, too.
-    """
+class _FFN(FFNOperation):
+    """The FFN of x ``[*B, M, K]``."""
 
     problem_type = Problem
-    operands = "x w_up w_down b_up? b_down? w_gate? b_gate? residual? seed?"
-    row_operands = ("x",)
-    added = _RESIDUAL
+    added = RESIDUAL
 
     def check(self, tensors: Tensors, options: tuple[Any, ...]) -> tuple[Any, ...]:
         activation, dropout_p, recompute, precision = options
@@ -128,9 +112,6 @@ class _FFN(Operation):
         return ffn_problem(
             *operands, activation=activation, dropout_p=dropout_p, recompute=recompute, residual=residual
         )
-
-    def reference(self, **arguments: Any) -> Tensor:
-        return super().reference(**arguments, seed=arguments["dropout_seed"])
 
     def title(self, problem: Problem, tensors: Tensors, options: tuple[Any, ...]) -> str:
         _, _, _, b_up, b_down, w_gate, b_gate, residual, _ = tensors
@@ -159,10 +140,10 @@ class _FFN(Operation):
         return y if residual is None else y + residual
 
     def cast(self, call: Prepared, tensors: Tensors) -> Tensors:
-        residual = tensors[_RESIDUAL]
+        residual = tensors[RESIDUAL]
         if residual is not None and residual.dtype != call.dtype:
             # Autocast casts products, not sums: a residual of another dtype is added as it is, outside the kernel.
-            tensors = *tensors[:_RESIDUAL], None, *tensors[_RESIDUAL + 1 :]
+            tensors = *tensors[:RESIDUAL], None, *tensors[RESIDUAL + 1 :]
         return super().cast(call, tensors)
 
     def flattened(self, call: Prepared, tensors: Tensors) -> Tensors:
@@ -180,7 +161,7 @@ class _FFN(Operation):
         return dropping.draw_seed(*tensors) if given is None else given
 
     def finished(self, call: Prepared, tensors: Tensors, results: Tensor) -> Tensor:
-        residual = tensors[_RESIDUAL]
+        residual = tensors[RESIDUAL]
         apart = residual is not None and call.dtype is not None and residual.dtype != call.dtype
         return results + residual if apart else results
 
@@ -191,78 +172,6 @@ class _FFN(Operation):
         problem = plan.problem
         return Arithmetic(problem.activation, extras["dropout_p"], problem.input_precision, plan.accuracy)
 
-    def kept(self, wanted: Sequence[bool]) -> tuple[bool, ...]:
-        # Without a gradient through the hidden nothing is recomputed.
-        return _READ if _through_hidden(wanted) else (False,) * len(_READ)
-
-    def unread(self, call: Prepared, wanted: Sequence[bool]) -> Sequence[int]:
-        # The pre-activations, which include these biases, are saved.
-        return (_B_UP, _B_GATE) if call.plan.path == "epilogue" and _through_hidden(wanted) else ()
-
-    def forward(self, call: Prepared, operands: Tensors, wanted: Sequence[bool]) -> tuple[Tensors, Tensors]:
-        z = z_gate = None
-        if call.plan.path == "epilogue":
-            y, z, z_gate = epilogue.forward(call, operands, bool(wanted) and _through_hidden(wanted))
-        elif call.plan.path == "chunked":
-            y = chunked.forward(call, operands)
-        else:
-            y = fused.forward(call, operands)
-        return (with_leading_dims(y, operands[0]),), (z, z_gate)
-
-    def backward(
-        self, call: Prepared, operands: Tensors, made: Tensors, wanted: Sequence[bool], upstream: Tensors
-    ) -> Tensors:
-        return self._gradients(call, operands, made, wanted, upstream, False)
-
-    def last_backward(
-        self, call: Prepared, operands: Tensors, made: Tensors, wanted: Sequence[bool], upstream: Tensors
-    ) -> Tensors:
-        return self._gradients(call, operands, made, wanted, upstream, True)
-
-    def _gradients(
-        self,
-        call: Prepared,
-        operands: Tensors,
-        made: Tensors,
-        wanted: Sequence[bool],
-        upstream: Tensors,
-        in_place: bool,
-    ) -> Tensors:
-        [dy], plan = upstream, call.plan
-        dy_rows = rows(dy)
-        gradients: list[Tensor | None] = [None] * 7
-        through_hidden = _through_hidden(wanted)
-        if through_hidden:
-            path: Any = {"epilogue": epilogue, "chunked": chunked}.get(plan.path, fused)
-            if path is epilogue:
-                gradients = epilogue.gradients(call, operands, made, wanted, dy_rows, in_place)
-            else:
-                gradients = path.gradients(call, operands, wanted, dy_rows)
-            x = operands[0]
-            if gradients[0] is not None and x.dim() != 2:
-                gradients[0] = gradients[0].view(x.shape)
-        if wanted[_B_DOWN] and gradients[_B_DOWN] is None:
-            launches = through_hidden and (plan.path in KERNEL_PATHS or plan.epilogue is not None)
-            summed = column_sums(dy_rows, COLUMN_SUM_TILES, call.ready) if launches else summed_rows(dy_rows)
-            gradients[_B_DOWN] = summed.to(dy.dtype)
-        return *gradients, dy if wanted[_RESIDUAL] else None, None
-
-    def differentiable_gradients(
-        self, call: Prepared, operands: Tensors, wanted: Sequence[bool], upstream: Tensors
-    ) -> Tensors:
-        [dy] = upstream
-        through = [want and place in _THROUGH_HIDDEN for place, want in enumerate(wanted)]
-        found = list(
-            super().differentiable_gradients(call, operands, through, upstream) if any(through) else [None] * 9
-        )
-        # b_down and the residual are not saved, nor needed for their gradients.
-        if wanted[_B_DOWN]:
-            with without_autocast(dy.device):
-                found[_B_DOWN] = dy.sum(tuple(range(dy.dim() - 1))) if dy.dim() > 1 else dy
-        if wanted[_RESIDUAL]:
-            found[_RESIDUAL] = dy
-        return found
-
     def expression(self, call: Prepared, operands: Tensors) -> Tensors:
         *given, residual, seed = operands
         details = call.details
@@ -272,29 +181,14 @@ class _FFN(Operation):
             ),
         )
 
-    def results(self, operands: Tensors, problem: Any, path: str, extras: dict[str, Any], saving: bool) -> Results:
-        # A backward pass for b_down alone has no other operand.
-        first = next(operand for operand in operands if operand is not None)
-        leading = (problem.M,) if operands[0] is None else operands[0].shape[:-1]
-        kept = None
-        if path == "epilogue" and problem.training:
-            columns = ffn_epilogue.kept_columns(problem, dispatch.describe(first.device))
-            kept = Result((problem.M, columns), first.dtype)
-        return [Result((*leading, problem.O), first.dtype)], [kept, kept if problem.gated else None]
-
 
 def _plus(name: str, given: Tensor | None) -> str:
     """The term that an operand adds to a formula, if it is given."""
     return "" if given is None else f" + {name}"
 
 
-def _through_hidden(wanted: Sequence[bool]) -> bool:
-    """Whether any wanted gradient needs the hidden."""
-    return any(_those_through_hidden(wanted))
-
-
 class _Float8FFN(_FFN):
-    """The FFN in 8 bits, or where that is not possible or not faster, the FFN itself; it saves the pre-activations."""
+    """The FFN in 8 bits, or where that is not possible or not faster, the FFN itself."""
 
     problem_type = Float8Problem
 
@@ -316,42 +210,12 @@ class _Float8FFN(_FFN):
         found: Float8Plan = plan
         return found.facts(device)
 
-    def unread(self, call: Prepared, wanted: Sequence[bool]) -> Sequence[int]:
-        return (_B_UP, _B_GATE) if _through_hidden(wanted) else ()
-
-    def forward(self, call: Prepared, operands: Tensors, wanted: Sequence[bool]) -> tuple[Tensors, Tensors]:
-        y, saved = float8.forward(call, operands, bool(wanted) and _through_hidden(wanted))
-        return (with_leading_dims(y, operands[0]),), saved
-
-    def _gradients(
-        self,
-        call: Prepared,
-        operands: Tensors,
-        made: Tensors,
-        wanted: Sequence[bool],
-        upstream: Tensors,
-        in_place: bool,
-    ) -> Tensors:
-        [dy], x = upstream, operands[0]
-        dy_rows = rows(dy)
-        gradients: list[Tensor | None] = [None] * 7
-        if _through_hidden(wanted):
-            gradients = float8.gradients(call, operands, made, wanted, dy_rows)
-            if gradients[0] is not None and x.dim() != 2:
-                gradients[0] = gradients[0].view(x.shape)
-        if wanted[_B_DOWN]:
-            gradients[_B_DOWN] = column_sums(dy_rows, COLUMN_SUM_TILES, call.ready)
-        return *gradients, dy if wanted[_RESIDUAL] else None, None
-
     def results(self, operands: Tensors, problem: Any, path: str, extras: dict[str, Any], saving: bool) -> Results:
-        first = next(operand for operand in operands if operand is not None)
-        leading = (problem.M,) if operands[0] is None else operands[0].shape[:-1]
-        kept = Result((problem.M, problem.N), first.dtype) if problem.training else None
+        results, pre_activations = super().results(operands, problem, path, extras, saving)
         scales = Result((problem.M,), torch.float32)
-        x_scale = scales if kept and problem.up_gradient_in_8_bits else None
-        hidden_scale = scales if kept and problem.down_gradient_in_8_bits else None
-        saved = [kept, kept if problem.gated else None, x_scale, hidden_scale]
-        return [Result((*leading, problem.O), first.dtype)], saved
+        x_scale = scales if problem.training and problem.up_gradient_in_8_bits else None
+        hidden_scale = scales if problem.training and problem.down_gradient_in_8_bits else None
+        return results, [*pre_activations, x_scale, hidden_scale]
 
 
 FFN = _FFN(ffn)
