@@ -7,14 +7,13 @@ oracle stands in ``reference``. ``tests/dummy_operation`` shows all of them.
 from .ffn import ffn
 from .gemm_gemm import gemm_gemm
 from .gemm_reduce import gemm_reduce
-from .hidden_gradient import hidden_gradient
+from .gradients import hidden_gradient, weight_gradient
 from .linear import linear
 from .linear_cross_entropy import linear_cross_entropy
 from .linear_log_probs import linear_log_probs
 from .lora_ffn import lora_ffn
 from .maxsim import maxsim
 from .moe_ffn import moe_ffn
-from .weight_gradient import weight_gradient
 
 __all__ = [
     "ffn", "gemm_gemm", "gemm_reduce", "hidden_gradient", "linear", "linear_cross_entropy", "linear_log_probs",

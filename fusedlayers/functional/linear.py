@@ -18,13 +18,13 @@ from ..planning.float8 import IN_16_BITS
 from .call import call_facts, traced, wants_gradient
 from .custom_ops import Result, Results
 from .float8 import note_sources, product, quantised, quantised_transpose, quantised_weight, weight_gradients
+from .gradients import planned_weight_gradient
 from .operands import rows, without_autocast
 from .operation import Operation, Tensors, formula
 from .options import checked_choice
 from .precision import Float8, precision_word
 from .prepared import Prepared
 from .shapes import Shapes
-from .weight_gradient import planned_weight_gradient
 
 REDUCTIONS = ("workspace", "atomic")
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from fusedlayers import functional, reference
 from fusedlayers.closeness import assert_all_close
 from fusedlayers.devices import describe
-from fusedlayers.functional.weight_gradient import WEIGHT_GRADIENT, planned_weight_gradient
+from fusedlayers.functional.gradients import WEIGHT_GRADIENT, planned_weight_gradient
 from fusedlayers.kernels import weight_gradient as kernels
 from fusedlayers.kernels.tuning.grouped_gemm import GroupedTiles
 from tests.support.operands import (
