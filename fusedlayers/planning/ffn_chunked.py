@@ -15,35 +15,38 @@ from typing import Any, NamedTuple
 from ..kernels.tuning import CONSUMER_ROWS, epilogue_tiles
 from .devices import Device
 
-# The temporary memory of a call with recompute=True, in bytes of x; and what it may be however small x is.
+# A call with recompute=True may take this many times the bytes of x as temporary memory, or this many bytes if x is
+# small.
 WORKSPACE_COPIES, LEAST_WORKSPACE = 8, 256 * 2**20
-# A row of x counts as so many columns at least: fewer have no room for a single hidden unit beside the sum of dx.
+# Narrower rows of x count as this wide: otherwise not one hidden unit would fit beside the sum of dx.
 LEAST_COLUMNS = 8
 # Products of more tokens are not faster.
 MOST_ROWS = 16_384
-# Sizes are multiples of the first of these that is not larger: whole tiles of the kernels, and aligned addresses.
+# Chunks of tokens and groups of units are multiples of these, for whole tiles and aligned addresses: of the first step
+# that is not larger.
 ROW_STEP = 256
 COLUMN_STEPS = (128, 8, 1)
 
-# Copies of the hidden that torch's operations have in memory at once, forward and backward, by whether there is a gate:
-# counted, for the activation that needs most (relu2). Dropout adds the mask and two products with it.
+# Hidden-sized tensors that torch's operations have in memory at once, by whether there is a gate: for the activation
+# that needs most of them, relu2. Dropout adds the mask and two products with it.
 FORWARD_COPIES = {False: 3, True: 4}
 BACKWARD_COPIES = {False: 6, True: 8}
 DROPOUT_COPIES = 3
-# Bytes for each element where torch's integer operations draw the mask, with two products; on a GPU one kernel does.
+# Bytes for each element where torch's integer operations draw the mask, two products with it included; on a GPU one
+# kernel draws it.
 MASK_BYTES = 40
-# Torch's operations take some rows of a group at a time: their copies fill at most this part of the memory.
+# Torch's operations take some rows of a group at a time: their temporaries fill at most one such part of the memory.
 ROWS_SHARE = 2
-# Of a float32 sum, what is converted at once of the operands of a product that is added to it: ``sums.add_product``.
+# ``sums.add_product`` converts operands in pieces that take this share of the float32 sum's bytes.
 CONVERTED_SHARE = 1 / 4
 
 
 @dataclass(frozen=True)
 class ChunkPlan:
-    """``rows`` tokens at a time in the forward pass, groups of ``columns`` hidden units in the backward pass.
+    """The forward pass takes ``rows`` tokens at a time, the backward pass groups of ``columns`` hidden units.
 
-    ``hidden_columns`` of a group at a time have their hidden in memory, ``hidden_in_dx`` in that of dx. ``group_rows``
-    tokens of them at a time go through torch's operations, all of them through a kernel.
+    Of a group, ``hidden_columns`` units at a time have their hidden in memory, with ``hidden_in_dx`` in that of dx.
+    Torch's operations compute ``group_rows`` tokens of these at a time, a kernel all tokens.
     """
 
     rows: int
@@ -67,19 +70,19 @@ def plan(problem: Any, device: Device, kernels: bool) -> ChunkPlan:
     rows = _rows(p.M, limit // forward)
     if not p.training:
         return ChunkPlan(rows, 0, 0, False, 0, rows * forward)
-    # A wider dx is its own sum.
+    # A dx in float32 is summed in place.
     summed = p.format.narrow and p.needs_data_gradient
     sums = 4 * p.M * p.K * summed
     if device.kind != "cuda":
         # Without a product of 16-bit operands that adds to float32, both are converted, piece by piece.
         sums += math.ceil(sums * CONVERTED_SHARE)
     room = limit - sums - (0 if kernels else limit // ROWS_SHARE)
-    # Of each hidden unit: its pre-activations.
+    # The bytes of one hidden unit's pre-activations.
     unit = p.M * p.element_bytes * (2 if p.gated else 1)
     groups = _groups(p, room, unit, summed)
     if kernels:
         partial = _partial_bytes(p, device)
-        # They lie where the group's gradient of w_up will be, if that is large enough.
+        # Partial sums lie where the group's gradient of w_up will be, if that is large enough.
         if partial * groups.hidden_columns > p.element_bytes * p.K * groups.columns:
             unit += partial
             groups = _groups(p, room, unit, summed)
@@ -93,7 +96,7 @@ def plan(problem: Any, device: Device, kernels: bool) -> ChunkPlan:
 
 
 class _Groups(NamedTuple):
-    """Those of hidden units in the backward pass: see ``ChunkPlan``."""
+    """The groups of hidden units in the backward pass: see ``ChunkPlan``."""
 
     columns: int
     hidden_columns: int
@@ -101,34 +104,35 @@ class _Groups(NamedTuple):
 
 
 def _groups(problem: Any, room: int, unit: int, summed: bool) -> _Groups:
-    """As few groups as fit into so many bytes, ``unit`` for each hidden unit, but two: nothing holds the whole hidden.
+    """As few groups as fit into ``room`` bytes with ``unit`` bytes for each hidden unit.
 
-    ``summed``: dx is summed elsewhere, and its own memory is free.
+    There are at least two, so that the whole hidden is never in memory. ``summed``: dx is summed elsewhere, and its own
+    memory is free.
     """
     p, beside = problem, max(1, room // (unit + _hidden_bytes(problem)))
     most = max(1, room // unit) if summed else beside
     if most > max(p.K, beside):
-        # In dx: as many units as it has columns at a time.
+        # The hidden lies in the memory of dx, for as many units at a time as dx has columns.
         most = most // p.K * p.K
     count = max(2, math.ceil(p.N / (most // _step(most) * _step(most))))
     columns = _columns(p.N, count)
     whole = math.ceil(columns / p.K) * p.K
     if whole <= most and whole < p.N and (count > 2 or columns > max(p.K, beside)):
-        # Not more groups, and square weight gradients, as whole waves of tiles as those of the width itself: of 14,336
-        # units and 4096 columns, 512 tiles of 128 × 256 and not 448 on 132 SMs.
+        # With as many groups, weight gradients whose height is a multiple of the width fill waves of SMs better: of
+        # 14,336 units and 4096 columns, 512 tiles of 128 × 256 instead of 448 on 132 SMs.
         columns = whole
     in_dx = summed and (columns <= p.K or columns > beside)
     return _Groups(columns, min(columns, p.K) if in_dx else columns, in_dx)
 
 
 def _hidden_bytes(problem: Any) -> int:
-    """Of each hidden unit, where the gradient of w_down needs the hidden."""
+    """Bytes of the hidden of one unit, if the gradient of w_down needs it."""
     hidden: int = problem.M * problem.element_bytes * problem.needs_weight_gradient
     return hidden
 
 
 def _partial_bytes(problem: Any, device: Device) -> int:
-    """Of each hidden unit, the kernels' partial sums of the gradients of biases: one for each tile's rows, or fewer."""
+    """Bytes of one unit's partial sums of bias gradients in the kernels, at most one for the rows of each tile."""
     p, parts = problem, 2 if problem.gated else 1
     tiles = epilogue_tiles(device.architecture, p.format.bits, p.gated, p.dropout)
     bands = math.ceil(p.M / min(tiles.block_m, 2 * CONSUMER_ROWS // parts))
@@ -143,7 +147,7 @@ def _torch_bytes(problem: Any, device: Device, copies: dict[bool, int]) -> int:
 
 
 def _rows(tokens: int, most: int) -> int:
-    """Chunks of alike and at most so many tokens, and of half of them: nothing holds the whole hidden."""
+    """Tokens of equal chunks: at most ``most``, and half of all, so that the whole hidden is never in memory."""
     most = max(1, min(most, tokens // 2, MOST_ROWS))
     step = ROW_STEP if most >= ROW_STEP else 1
     chunks = math.ceil(tokens / (most // step * step))
@@ -151,7 +155,7 @@ def _rows(tokens: int, most: int) -> int:
 
 
 def _columns(hidden: int, groups: int) -> int:
-    """Hidden units of each of so many groups that are alike."""
+    """Hidden units of each of so many equal groups."""
     columns = math.ceil(hidden / groups)
     step = _step(columns)
     return min(hidden, math.ceil(columns / step) * step)

@@ -1,7 +1,7 @@
 """The epilogue path of an FFN: activations, gate and bias gradients in the epilogues of products, of any width.
 
-Where torch's product was measured faster, a kernel for what follows it takes the place of an epilogue. The forward pass
-keeps the pre-activations, where torch keeps them, the activated ones and, gated, their product.
+Where torch's product was measured faster, torch computes it, and an elementwise kernel does what the epilogue would do.
+The forward pass saves the pre-activations; torch saves these, the activated ones and, with a gate, their product.
 """
 
 import math
@@ -26,10 +26,10 @@ from .hidden_gradient import HiddenGradientPlan, HiddenGradientProblem, epilogue
 
 @dataclass(frozen=True)
 class EpiloguePlan:
-    """The tiles of the kernels; no gradient without one that goes through the hidden.
+    """The tiles of the kernels; ``gradient`` is None if no gradient goes through the hidden.
 
-    ``data_gradient_pipeline`` is there where dx is summed over groups of hidden units: on the chunked path alone, and
-    where no kernel does that, torch's product does.
+    ``data_gradient_pipeline`` belongs to the chunked path, which sums dx over groups of hidden units; where it is None,
+    torch's products do that.
     """
 
     hidden_tiles: EpilogueTiles
@@ -69,8 +69,8 @@ def plan(problem: Any, device: Device, columns: int, summed: bool = False) -> Ep
 def torch_multiplies_hidden(problem: Any, device: Device) -> bool:
     """Whether torch computes the product of the hidden, and a kernel what follows.
 
-    Measured of layers without adapters in 16 bits. It depends on the layer alone: a compiler that does not know the
-    number of tokens asks, too.
+    Measured for 16-bit layers without adapters. It depends on the layer alone, because compilers ask, too, which may
+    not know the number of tokens.
     """
     p, figures = problem, device.preferences
     if figures is None or _adapted(p) or not p.format.narrow:
@@ -80,7 +80,7 @@ def torch_multiplies_hidden(problem: Any, device: Device) -> bool:
 
 
 def torch_multiplies_gradient(problem: Any, device: Device) -> bool:
-    """The same of the hidden's gradient."""
+    """Whether torch computes the product of the hidden's gradient, and a kernel what follows."""
     p, figures = problem, device.preferences
     pipeline = hidden_gradient.epilogue_pipeline("hidden_gradient", p, device)
     if figures is None or pipeline is None or _adapted(p):
@@ -91,12 +91,12 @@ def torch_multiplies_gradient(problem: Any, device: Device) -> bool:
 
 
 def _starts_unevenly(width: int, widths: Mapping[int, int]) -> bool:
-    """Whether rows are at least as wide as one of ``widths``, and start at no multiple of its number of elements."""
+    """Whether rows are no multiple of some number of elements; ``widths``: that number -> from which width on."""
     return any(least <= width and width % elements > 0 for elements, least in widths.items())
 
 
 def kept_columns(problem: Any, device: Device) -> Any:
-    """Columns of the kept pre-activations: as many as hidden units or, unless torch computes them, a few more."""
+    """Columns of the saved pre-activations: N, or a few more, so that a kernel writes rows from memory sectors on."""
     p = problem
     if _adapted(p) or torch_multiplies_hidden(p, device):
         return p.N
@@ -104,9 +104,9 @@ def kept_columns(problem: Any, device: Device) -> Any:
 
 
 def in_place(problem: Any, device: Device, plan: EpiloguePlan) -> bool:
-    """Whether dz and dz_gate lie in memory of their own as the pre-activations do, whose place they can take then.
+    """Whether dz and dz_gate have the layout of the saved pre-activations, so that the kernel can overwrite these.
 
-    Torch's product does not fill the place of what is still to be read.
+    It cannot where torch computes the product, which would overwrite what the kernel is still to read.
     """
     p, tiles = problem, None if plan.gradient is None else plan.gradient.tiles
     if tiles is None or not tiles.block_inner:
@@ -118,7 +118,7 @@ def in_place(problem: Any, device: Device, plan: EpiloguePlan) -> bool:
 
 
 def _adapted(problem: Any) -> bool:
-    """Whether products of adapters are to join those of an FFN, which happens within one kernel alone."""
+    """Whether there are adapters: only a kernel that computes the large product can add their products to it."""
     return problem.family != "gemm_gemm"
 
 

@@ -22,7 +22,7 @@ from .devices import PARTIALS_LIMIT, Device
 from .measured import Preferences
 from .texts import tiles_text
 
-# Partial sums of the rows beyond this number are added up by a program itself, one tile after the other.
+# At most this many bands of rows have partial sums: a program sums over the tiles of its band itself.
 MOST_BANDS = 256
 
 
@@ -36,7 +36,7 @@ class HiddenGradientProblem(Call):
     dtype: str
     activation: str = "identity"
     gated: bool = False
-    dropout: bool = False  # whether the kernel replays the mask of a hidden: within the backward pass of an FFN alone
+    dropout: bool = False  # whether the kernel draws a hidden's mask again, as in the backward pass of an FFN
     bias: bool = True
     training: bool = False  # whether gradients of an operand will be asked for: second derivatives of a layer
     operation: str = "hidden_gradient"
@@ -78,8 +78,8 @@ class HiddenGradientPlan(Decision):
     has_passes: ClassVar[bool] = False
 
     tiles: EpilogueTiles | None = None
-    pipeline: EpiloguePipeline | None = None  # what runs instead, where the operands lie as its copies need them
-    row_tiles: int = 1  # that a program of the generic kernel computes
+    pipeline: EpiloguePipeline | None = None  # the sm90 kernel, which runs instead if TMA can read the operands
+    row_tiles: int = 1  # tiles below one another that a program of the generic kernel computes
     accuracy: str = "exact"  # of activations: one of kernels.activations.ACCURACIES
 
     def kernel_facts(self) -> Facts:
@@ -150,7 +150,7 @@ def choose_pipeline(problem: HiddenGradientProblem, device: Device) -> EpilogueP
 
 
 def _programs_stay(problem: HiddenGradientProblem, pipeline: EpiloguePipeline, known: Preferences | None) -> bool:
-    """Whether a program has tiles of one column alone, where that was measured faster and few SMs stay idle."""
+    """Whether each program stays in one column of tiles: where that was measured faster and leaves few SMs idle."""
     if known is None or problem.gated or problem.empty:
         return False
     if known.widest_staying[0] < problem.O or known.widest_staying[1] < problem.N:
@@ -180,7 +180,7 @@ def _pipeline_on(
 
 
 def _partial_bytes(problem: HiddenGradientProblem, bands: int) -> int:
-    """Float32 sums of so many bands of rows; those of a single one are the result, but with a gate."""
+    """Bytes of the float32 sums of so many bands of rows; without a gate those of a single band are the result."""
     if bands == 1 and not problem.gated:
         return 0
     return 4 * bands * (2 if problem.gated else 1) * problem.N * problem.bias

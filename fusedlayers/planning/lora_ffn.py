@@ -1,4 +1,4 @@
-"""An FFN with adapters of low rank (LoRA): the paths of an FFN that keep pre-activations, or torch's operations."""
+"""How an FFN with adapters of low rank (LoRA) runs: on the epilogue path or through torch, and what adapters add."""
 
 from dataclasses import dataclass, replace
 from typing import ClassVar
@@ -15,7 +15,7 @@ from .gemm_gemm import Plan, Problem
 class LoRAProblem(Problem):
     """An FFN each of whose weights W may be ``W + s B A``; rank 0: it has no adapter.
 
-    ``needs_weight_gradient`` speaks of the weights W alone, most of which are frozen.
+    ``needs_weight_gradient`` is about the weights W alone, which are usually frozen.
     """
 
     rank_up: int = 0
@@ -39,19 +39,19 @@ class LoRAProblem(Problem):
 
     @property
     def ranks(self) -> int:
-        """The columns of all products with an A, which the backward pass reads again."""
+        """The columns of all products with an A, which are saved for the backward pass."""
         return self.rank_up + self.rank_gate + self.rank_down
 
     @property
     def read_by_torch(self) -> tuple[bool, bool]:
-        # Behind a dropout an adapter reads a tensor of its own.
+        # After a dropout an adapter reads another tensor than x or the hidden.
         adapters = self.needs_adapter_gradient and not self.adapter_dropout
         of_x, of_hidden = self.rank_up + self.rank_gate > 0, self.rank_down > 0
         return self.needs_weight_gradient or (adapters and of_x), self.needs_weight_gradient or (adapters and of_hidden)
 
     @property
     def dropped_bytes(self) -> tuple[int, int, int]:
-        """What the adapters of up, gate and down projection take after dropout, in bytes."""
+        """Bytes of the inputs of the up, gate and down projection's adapters after their dropout."""
         x, hidden = self.element_bytes * self.M * self.K, self.hidden_bytes
         of_gate = self.rank_gate and not (self.shared_dropout and self.rank_up)
         drops = self.adapter_dropout
@@ -59,7 +59,7 @@ class LoRAProblem(Problem):
 
     @property
     def masked_bytes(self) -> int:
-        """What torch's backward pass reads masks for, x only where its gradient is wanted."""
+        """Bytes of the inputs whose masks torch's backward pass reads: those of x only for the gradient of x."""
         up, gate, down = self.dropped_bytes
         return (up + gate) * self.needs_data_gradient + down * self.training
 
@@ -85,7 +85,7 @@ class LoRAProblem(Problem):
         return f"{sizes}, ranks up {p.rank_up}{gate}, down {p.rank_down}{dropout}, {p.dtype}, {direction(p)}"
 
     def kept_by_torch(self, device: Device) -> int:
-        # With the masks of nn.Dropout.
+        # torch's own layers keep the masks of nn.Dropout.
         masks = mask_bytes(self, device) - self.element_bytes * keeps_mask(self, device)
         return self.plan(device, "torch").saved_bytes + masks * (self.masked_bytes // self.element_bytes)
 
@@ -106,7 +106,7 @@ def plan(problem: LoRAProblem, device: Device, backend: str = "auto") -> Plan:
     flops = made.flops + sum(problem.adapter_flops)
     kept = problem.element_bytes * problem.M * problem.ranks
     if path == "torch":
-        # What adapters take and give is kept for their gradients; kernels drop anew.
+        # torch keeps the inputs of adapters after dropout and their products; kernels draw the masks again.
         kept = (kept + sum(problem.dropped_bytes)) * problem.needs_adapter_gradient
         kept += problem.masked_bytes * keeps_mask(problem, device)
     return replace(

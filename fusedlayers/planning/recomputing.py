@@ -61,7 +61,7 @@ def facts(plan: Plan, device: Device) -> Facts:
             again = f"{choice.extra_units:g} {units} again" if choice.extra_units else "nothing again"
             text = f"keeps {choice.saved_bytes:,} bytes, computes {again}"
             text += f", takes {choice.workspace_bytes:,} bytes of temporary memory"
-        # A name with its path where that says more.
+        # Add the path where the name does not say it.
         name = choice.name if choice.name == choice.path else f"{choice.name}, {choice.path}"
         rows.append((f"if {name}", text + (" (chosen)" if choice.path == plan.path else "")))
     return rows

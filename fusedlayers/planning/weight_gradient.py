@@ -26,8 +26,8 @@ MOST_SPLITS = 256
 class WeightGradientProblem(Call):
     """One call: ``dW = dyᵀ x`` for dy ``[M, O]`` and x ``[M, K]``, and with ``bias`` the sum of dy over its rows.
 
-    ``training`` says that gradients of dy or x will be asked for: second derivatives of a layer. ``layer``: it is part
-    of a layer's backward pass, whose host has more to do than to launch it.
+    ``training``: gradients of dy or x will be asked for, second derivatives of a layer. ``layer``: it is part of a
+    layer's backward pass, where the host has other work, too.
     """
 
     M: int
@@ -60,7 +60,7 @@ class WeightGradientProblem(Call):
 
     @property
     def measured_as(self) -> tuple[str, ...]:
-        # The host of a layer's backward pass has more to do than to launch it.
+        # In a layer's backward pass the host may be ahead of the GPU, so both times count.
         return (LAUNCHED, REPLAYED) if self.layer and not self.captured else super().measured_as
 
     @property
@@ -82,7 +82,7 @@ class WeightGradientPlan(Decision):
     has_passes: ClassVar[bool] = False
 
     tiles: GroupedTiles | None = None
-    pipeline: WeightGradientPipeline | None = None  # what runs instead, where the operands lie as its copies need them
+    pipeline: WeightGradientPipeline | None = None  # the sm90 kernel, which runs instead if TMA can read the operands
     splits: int = 1
 
     def runs(self) -> str:
@@ -152,7 +152,7 @@ def choose_pipeline(problem: WeightGradientProblem, sms: int, costs: TileCosts) 
 
 
 def most_splits(problem: WeightGradientProblem, row_block: int) -> int:
-    """None shorter than pays, and partials within their limit."""
+    """The most row ranges: none shorter than ``SHORTEST_SPLIT`` blocks, and partials within their limit."""
     longest = -(-problem.M // (row_block * SHORTEST_SPLIT))
     return max(1, min(longest, MOST_SPLITS, PARTIALS_LIMIT // problem.partial_bytes))
 

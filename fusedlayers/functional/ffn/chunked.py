@@ -26,7 +26,7 @@ Gradients = list[Tensor | None]
 
 
 class Weights(NamedTuple):
-    """The weights and biases of an FFN, or of a group of its hidden units, of which ``first`` is the first."""
+    """The weights and biases of an FFN, or of a group of its hidden units, which begins with unit ``first``."""
 
     w_up: Tensor
     w_down: Tensor
@@ -36,7 +36,7 @@ class Weights(NamedTuple):
     first: int = 0
 
     def group(self, units: slice) -> "Weights":
-        """Those of some hidden units."""
+        """The parts that belong to some hidden units."""
         b_up, w_gate, b_gate = (None if t is None else t[units] for t in (self.b_up, self.w_gate, self.b_gate))
         return Weights(self.w_up[units], self.w_down[:, units], b_up, w_gate, b_gate, units.start)
 
@@ -89,7 +89,7 @@ def gradients(call: Prepared, operands: Tensors, wanted: Sequence[bool], dy: Ten
     dx, dw_up, _, db_up, _, _, db_gate = found
     total, columns = None if dx is None else _sum_of(dx), call.plan.chunks.columns
     if dw_up is None and (db_up is not None or db_gate is not None):
-        # Half as many: without dw_up the partial sums, which are planned into its memory, need some of their own.
+        # Half as many units at a time: the partial sums, planned into the memory of dw_up, need memory of their own.
         columns = math.ceil(columns / 16) * 8
     for units in _ranges(w_up.shape[0], columns):
         _one_group(call, x, dy, weights.group(units), _of_units(found, units), total, seed)
@@ -188,7 +188,7 @@ def _hidden_gradient(
     (dy, w_down, z, first), arithmetic, tiles = part, call.details, call.plan.epilogue
     if tiles is not None:
         gradient, summed = tiles.gradient, any(bias is not None for bias in biases)
-        # The kernel sums for both biases; one of them may be frozen.
+        # The kernel writes the sums of both biases, even if one of them is frozen.
         sums = [each.new_empty(each.shape[1]) if b is None else b for b, each in zip(biases, z, strict=False) if summed]
         kernels.hidden_gradient(
             dy, w_down, z[0], z[1] if len(z) > 1 else None, summed, gradient.row_tiles, arithmetic, gradient.tiles,
