@@ -91,9 +91,9 @@ test-full: export FUSEDLAYERS_COMPILE_ALL=1
 test-full: test ## All tests, none of them sampled, and every kernel compiled anew for every GPU that is claimed
 
 test-kernel: $(INSTALLED) ## Run the tests of one kernel or operation: make test-kernel NAME=gemm_epilogue
-	files=$$($(BIN)/python -m tests.kernel_families '$(NAME)') && $(PYTEST) $$files
+	files=$$($(BIN)/python -m tests.finding '$(NAME)') && $(PYTEST) $$files
 ifeq ($(GPU),yes)
-	files=$$($(BIN)/python -m tests.kernel_families '$(NAME)' --gpu) && $(PYTEST_ON_GPU) $$files
+	files=$$($(BIN)/python -m tests.finding '$(NAME)' --gpu) && $(PYTEST_ON_GPU) $$files
 endif
 
 test-bits: $(CORES:%=test-bits-%) ## Run the tests that compare bits with both kinds of kernels of NumPy's BLAS

@@ -11,7 +11,7 @@ CALLS: tuple[Fault, ...] = (
     _fault(
         "autocast that stays off", "fusedlayers/functional/operands.py",
         "torch.set_autocast_enabled(self._kind, True)", "pass",
-        "functional/test_autograd as_it_was_after_a_call",
+        "functional/test_ffn_autograd as_it_was_after_a_call",
     ),
     _fault(
         "batches that wait for the step before", "train_examples/parallel.py",

@@ -11,12 +11,12 @@ EXPERTS: tuple[Fault, ...] = (
     _fault(
         "rows of the next expert in a chunk's place", _SORTING,
         "place[:, None] > place[None, :]", "place[:, None] >= place[None, :]",
-        "kernels/test_moe_sorting random_routing",
+        "kernels/test_grouped_gemm_sorting random_routing",
     ),
     _fault(
         "padding that nobody marks", _SORTING,
         "mask=(rows >= filled) & (owner < E)", "mask=(rows > filled) & (owner < E)",
-        "kernels/test_moe_sorting random_routing",
+        "kernels/test_grouped_gemm_sorting random_routing",
     ),
     _fault(
         "padding of a tile left as it was", _MOVING,
