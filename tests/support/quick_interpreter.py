@@ -5,6 +5,7 @@ Nothing that it computes changes: operations run as Triton wrote them, on the sa
 
 from __future__ import annotations
 
+import functools
 import inspect
 import operator
 from types import FunctionType
@@ -37,6 +38,7 @@ def hurry() -> None:
     """Patch what is slow, in the releases of Triton that have it."""
     if hasattr(interpreter, "_patch_lang"):
         _patch_the_language_once()
+    _remember_signatures()
     if hasattr(interpreter, "_patch_builtin"):
         _find_the_language_once()
     if hasattr(interpreter, "_get_np_dtype"):
@@ -52,33 +54,63 @@ def hurry() -> None:
     interpreter.ReduceOps.generic_reduce = _reduce_whole_slices
 
 
+class _Patches:
+    """What Triton asks for at the end of a launch to undo its patches of triton.language."""
+
+    def restore(self) -> None:
+        """Undo nothing: the next launch would make the same patches again."""
+
+
+_patches: list[Any] = []
+
+
+def unpatch_the_language() -> None:
+    """Give triton.language back as it was before the first launch; the next launch patches it again."""
+    while _patches:
+        _patches.pop().restore()
+
+
 def _patch_the_language_once() -> None:
-    """Every call of a device function patches triton.language, which its kernel has patched already; once is enough.
+    """Triton patches triton.language for every launch and every call of a device function; once is enough."""
+    patch = interpreter._patch_lang
+    seen_from: dict[FunctionType, frozenset[str]] = {}
+    patched: set[frozenset[str]] = set()
 
-    What is patched is given back where the kernel ends, so each launch starts anew.
-    """
-    patch, launch = interpreter._patch_lang, interpreter.GridExecutor.__call__
-    patched: set[str] = set()
-    seen_from: dict[FunctionType, set[str]] = {}
-
-    def patch_once(function: FunctionType) -> Any:
+    def patch_once(function: FunctionType) -> _Patches:
         if function not in seen_from:
             modules = [value for value in function.__globals__.values() if inspect.ismodule(value)]
-            seen_from[function] = {module.__name__ for module in modules if module in (tl, tl.core)}
-        languages = seen_from[function]
-        if languages and languages <= patched:
-            return None
-        patched.update(languages)
-        return patch(function)
-
-    def launch_anew(executor: Any, *args: Any, **kwargs: Any) -> Any:
-        patched.clear()
-        try:
-            return launch(executor, *args, **kwargs)
-        finally:
+            seen_from[function] = frozenset(module.__name__ for module in modules if module in (tl, tl.core))
+        if not _patches:
             patched.clear()
+        if seen_from[function] not in patched:
+            patched.add(seen_from[function])
+            _patches.append(patch(function))
+        return _Patches()
 
-    interpreter._patch_lang, interpreter.GridExecutor.__call__ = patch_once, launch_anew
+    interpreter._patch_lang = patch_once
+
+
+def _remember_signatures() -> None:
+    """Every launch reads the signature of its kernel anew."""
+    make = interpreter.GridExecutor.__init__
+    constexprs: dict[Any, list[str]] = {}
+    read = functools.cache(inspect.getfullargspec)
+
+    def make_known(executor: Any, fn: Any, arg_names: Any, grid: Any, *hooks: Any) -> None:
+        if fn in constexprs:
+            executor.fn, executor.arg_names, executor.grid, executor.constexprs = fn, arg_names, grid, constexprs[fn]
+            executor.pre_run_hooks = hooks[0] if hooks else []
+            return
+        make(executor, fn, arg_names, grid, *hooks)
+        constexprs[fn] = executor.constexprs
+
+    class Inspect:
+        """The module, but for one function."""
+
+        def __getattr__(self, name: str) -> Any:
+            return read if name == "getfullargspec" else getattr(inspect, name)
+
+    interpreter.GridExecutor.__init__, interpreter.inspect = make_known, Inspect()
 
 
 def _find_the_language_once() -> None:

@@ -19,9 +19,8 @@ _APART = 1_000_003
 
 def move_seeds() -> None:
     """From here on ``torch.manual_seed`` counts from where this run starts: tests call it as users do."""
-    if not SEED:
-        return
-    manual_seed = torch.manual_seed
+    # Without CUDA torch's own function would keep the stack of every call for each kind of device that is not there.
+    manual_seed = torch.manual_seed if torch.cuda.is_available() else torch.default_generator.manual_seed
 
     def moved(seed: int) -> torch.Generator:
         return manual_seed(_moved(seed))
@@ -33,7 +32,7 @@ def start_over(seed: int = 0) -> None:
     """Seed the global generators of Python, NumPy and torch on the CPU."""
     random.seed(_moved(seed))
     np.random.seed(_moved(seed) % 2**32)  # noqa: NPY002  code under test may draw from the global generator
-    # torch.manual_seed would keep the stack of this call for every kind of device that is not there.
+    # Not torch.manual_seed, which seeds CUDA devices, too: see start_over_on_gpus.
     torch.default_generator.manual_seed(_moved(seed))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -47,9 +47,19 @@ def _vector_kernel(x_ptr, sums_ptr, places_ptr, N: tl.constexpr):
     tl.store(places_ptr, places)
 
 
-def slow(monkeypatch: pytest.MonkeyPatch) -> None:
-    from tests.support.quick_interpreter import OF_TRITON  # imports Triton
+@pytest.fixture(autouse=True)
+def language_of_triton() -> Iterator[None]:
+    """A launch patches Triton's language for all later ones, so undo what a slow launch patched."""
+    from tests.support.quick_interpreter import unpatch_the_language  # imports Triton
 
+    yield
+    unpatch_the_language()
+
+
+def slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    from tests.support.quick_interpreter import OF_TRITON, unpatch_the_language  # imports Triton
+
+    unpatch_the_language()
     for patched in OF_TRITON:
         monkeypatch.setattr(*patched)
 
