@@ -151,8 +151,8 @@ def assert_loss_close(
     The last ``again`` of them judge again what fails in the others.
     """
     ours, oracle = getattr(functional, name), getattr(reference, name)
-    found: list[tuple[Tensors, Tensors, Tensors]] = []
-    for inputs in draws:
+
+    def compared(inputs: Tensors) -> tuple[Tensors, Tensors, Tensors]:
         with on_path(path, rows):
             mine = results(ours, inputs, frozen, upstream, **options)
         theirs = results(oracle, inputs, frozen, upstream, **options)
@@ -160,8 +160,10 @@ def assert_loss_close(
         assert {key: None if t is None else t.dtype for key, t in mine.items()} == {
             key: None if t is None else t.dtype for key, t in theirs.items()
         }
-        found.append((mine, theirs, truth))
+        return mine, theirs, truth
+
     input = draws[0]["input"]
     assert input is not None
-    first = len(found) - again
-    assert_draws_close(found[:first], independent=input.shape[:-1].numel(), again=found[first:])
+    first = len(draws) - again
+    found = [compared(inputs) for inputs in draws[:first]]
+    assert_draws_close(found, independent=input.shape[:-1].numel(), again=map(compared, draws[first:]))
