@@ -23,6 +23,7 @@ WEIGHT_GRADIENT = CASES["weight_gradient"]
 PLAIN = Options("gelu_tanh", bias=True)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("dtype", ["fp32", "fp16", "bf16"])
 @pytest.mark.parametrize(
     ("case", "options", "shape"),

@@ -87,6 +87,7 @@ def plain(call: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return lambda a, b, c, **options: call(a, b, c, **options)
 
 
+@pytest.mark.sampled
 @needs_kernels
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("activation", [None, *ACTIVATIONS])
@@ -227,6 +228,7 @@ def test_runs_give_the_same_bits() -> None:
             assert_equal(results(functional.gemm_gemm, operands, dy, activation="gelu"), first)
 
 
+@pytest.mark.sampled(together=2)
 @needs_kernels
 @infinities
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])

@@ -56,6 +56,7 @@ def test_lengths_of_every_integer_dtype(op: str, path: str) -> None:
             assert torch.equal(functional.gemm_reduce(**inputs, op=op, lengths=lengths), expected), dtype
 
 
+@pytest.mark.sampled(together=2)
 @needs_kernels
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("dim", DIMS)
@@ -77,6 +78,7 @@ def moderate(op: str, inputs: Tensors) -> Tensors:
     return {name: None if tensor is None else tensor / 2 for name, tensor in inputs.items()}
 
 
+@pytest.mark.sampled
 @needs_kernels
 @pytest.mark.parametrize("activation", [name for name in ACTIVATIONS if name != "identity"])
 @pytest.mark.parametrize(("op", "dim"), [("sum", -2), ("absmax", -1), ("logsumexp", -1)])
@@ -96,6 +98,7 @@ BATCHES = [
 ]
 
 
+@pytest.mark.sampled
 @needs_kernels
 @pytest.mark.parametrize("op", ["max", "sumsq"])
 @pytest.mark.parametrize(("a", "b"), BATCHES)

@@ -97,6 +97,7 @@ def test_empty_axes(dim: int, path: str) -> None:
         assert torch.equal(inner["d"], torch.full((2, 4), 5.0) if dim == -2 else torch.full((2, 5), 4.0))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("op", DIFFERENTIABLE)
 @pytest.mark.parametrize("dim", [-2, -1])
 def test_float64_and_its_derivatives(op: str, dim: int) -> None:
@@ -134,6 +135,7 @@ def test_second_derivatives_of_the_kernels_result(op: str) -> None:
     assert_all_close(ours, theirs, second(reference.gemm_reduce, in_float64(inputs), dy.double()), independent=63)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("path", TWO_PATHS)
 @pytest.mark.parametrize("op", DIFFERENTIABLE)
 def test_every_subset_of_frozen_operands(op: str, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -367,6 +369,7 @@ def differentiated(call: Any, inputs: Tensors, wanted: tuple[str, ...], options:
     return [flags, *(given[name].grad for name in wanted)]
 
 
+@pytest.mark.sampled(together=2)
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize("dim", [-2, -1])
 @pytest.mark.parametrize("options", RESULTS, ids=lambda options: "-".join(map(str, options.values())))

@@ -84,6 +84,7 @@ def test_under_autocast(name: str, path: str) -> None:
         assert_same(of_every_mode(call, inputs, options))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("name", ["log_probs", "mean", "none"])
 def test_compiled(name: str, path: str) -> None:

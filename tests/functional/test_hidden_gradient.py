@@ -73,6 +73,7 @@ def assert_close_to_torch(tensors: Tensors, **options: Any) -> None:
     assert_all_close(ours, theirs, found(reference.hidden_gradient, in_float64(tensors), **options))
 
 
+@pytest.mark.sampled(together=2)
 @needs_kernels
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
@@ -180,6 +181,7 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+@pytest.mark.sampled(together=2)
 @needs_kernels
 @pytest.mark.parametrize("leading", [(45,), (3, 15)], ids=str)
 @pytest.mark.parametrize("role", ["dy", "w_down", "z", "z_gate"])
@@ -218,6 +220,7 @@ def test_runs_give_the_same_bits() -> None:
             assert_equal(found(functional.hidden_gradient, tensors, activation="gelu"), first)
 
 
+@pytest.mark.sampled(together=2)
 @needs_kernels
 @infinities
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
@@ -288,6 +291,7 @@ def test_second_derivatives_of_the_kernels_result() -> None:
     assert_all_close(ours, theirs, truth)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
 @pytest.mark.parametrize("activation", [None, "gelu", "silu", "tanh"])
 def test_float64_and_its_derivatives(activation: str | None, gated: bool) -> None:

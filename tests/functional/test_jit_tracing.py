@@ -110,6 +110,7 @@ def drawn(makers: tuple[Callable[[], Tensor], ...], seed: int) -> tuple[Tensor, 
     return tuple(make() for make in makers)
 
 
+@pytest.mark.sampled
 @needs_kernels
 @pytest.mark.parametrize("backend", ["auto", "triton"])
 @pytest.mark.parametrize("name", CALLS)

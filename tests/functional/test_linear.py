@@ -70,6 +70,7 @@ def assert_close_to_torch(tensors: Tensors, activation: str | None = None, **spl
     assert_all_close(ours, theirs, truth)
 
 
+@pytest.mark.sampled(together=2)
 @needs_kernels
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -193,6 +194,7 @@ def test_runs_give_the_same_bits() -> None:
             assert_equal(results(functional.linear, tensors, dy, activation="gelu"), first)
 
 
+@pytest.mark.sampled(together=2)
 @needs_kernels
 @infinities
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
@@ -219,6 +221,7 @@ def test_special_values_spread_as_in_torch(rows: int, role: str, value: float) -
         assert torch.equal(found[infinite].double(), tensor[infinite]), name
 
 
+@pytest.mark.sampled(together=2)
 @needs_kernels
 @pytest.mark.parametrize("activation", ["gelu", "silu", "tanh", "leaky_relu"])
 @pytest.mark.parametrize("split_k", [1, 3])

@@ -21,6 +21,7 @@ NAMES = ("x", "weight", "bias")
 SUBSETS = [frozen for count in range(4) for frozen in itertools.combinations(NAMES, count)]
 
 
+@pytest.mark.sampled(together=2)
 @pytest.mark.parametrize("path", KERNELS_AND_TORCH)
 @pytest.mark.parametrize("activation", [None, "relu"])
 @pytest.mark.parametrize("frozen", SUBSETS, ids=lambda frozen: "-".join(frozen) or "none")

@@ -64,6 +64,7 @@ def by_torch(
     return losses.sum() if kind == "sum" else losses.sum() / weight[target[target != IGNORED]].sum()
 
 
+@pytest.mark.sampled(together=2)
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 @pytest.mark.parametrize("weight", [False, True])
@@ -91,6 +92,7 @@ def test_names_and_meaning_are_those_of_torch(reduction: str, path: str) -> None
     torch.testing.assert_close(ours, results(F.linear_cross_entropy, inputs, **options), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.sampled(together=2)
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("leading", [(), (1,), (CHUNK_ROWS,), (CHUNK_ROWS + 1,), (2, 3, 4), (1, 1, 5)])
 @pytest.mark.parametrize("reduction", REDUCTIONS)
@@ -147,6 +149,7 @@ def test_logits_far_below_zero(dtype: torch.dtype, path: str) -> None:
     assert_loss_close(*given, path=path)
 
 
+@pytest.mark.sampled(together=2)
 @pytest.mark.parametrize("path", KERNELS)
 @pytest.mark.parametrize("reduction", ["sum", "mean"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -179,6 +182,7 @@ def test_exact_integers(dtype: torch.dtype, reduction: str, path: str) -> None:
             assert exact.any()
 
 
+@pytest.mark.sampled(together=2)
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("frozen", [each for n in (1, 2, 3) for each in itertools.combinations(FLOATING, n)], ids=str)
 @pytest.mark.parametrize("reduction", ["mean", "none"])
@@ -187,6 +191,7 @@ def test_frozen_operands(frozen: tuple[str, ...], reduction: str, path: str) -> 
     assert_loss_close(inputs, path=path, frozen=frozen, reduction=reduction)
 
 
+@pytest.mark.sampled(together=2)
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 @pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.1, "z_loss": 0.1}], ids=["plain", "smoothing and z"])

@@ -118,6 +118,7 @@ ROWS = {
 }
 
 
+@pytest.mark.sampled(together=2)
 @pytest.mark.parametrize("path", KERNELS)
 @pytest.mark.parametrize(
     "options", [{}, {"label_smoothing": 0.25}, {"weight": 1}, {"softcap": 2.0}, {"z_loss": 0.5}], ids=str
@@ -173,6 +174,7 @@ def test_class_weights_that_add_up_to_zero(recompute: bool, path: str) -> None:
     torch.testing.assert_close(ours, theirs, equal_nan=True)
 
 
+@pytest.mark.sampled(together=2)
 @pytest.mark.bits
 @pytest.mark.parametrize("path", KERNELS)
 @pytest.mark.parametrize("target", [-1, 70, 2**40])

@@ -56,6 +56,7 @@ def test_every_option(dtype: torch.dtype, reduction: str, options: dict[str, Any
     assert_close(*given, reduction=reduction, **options)
 
 
+@pytest.mark.sampled(together=2)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("options", [OPTIONS[name] for name in ("plain", "softcap", "scale")], ids=str)
 @pytest.mark.parametrize("entropy", [False, True])
@@ -115,6 +116,7 @@ ROWS = {
 }
 
 
+@pytest.mark.sampled(together=2)
 @pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.25}, {"weight": 1}, {"z_loss": 0.5}], ids=str)
 @pytest.mark.parametrize("row", ROWS.values(), ids=ROWS)
 @pytest.mark.parametrize("place", [0, 62, 254])
@@ -253,6 +255,7 @@ def test_autocast(dtype: torch.dtype) -> None:
     assert_all_close(ours, theirs, truth, computed_in=dtype, independent=18)
 
 
+@pytest.mark.sampled(together=2)
 @pytest.mark.parametrize(("programs", "group"), [(7, 3), (12, 12), (132, 12), (5, 5)])
 @pytest.mark.parametrize(("M", "V"), [(1, 300), (128, 2000), (700, 600), (1300, 3000)])
 @pytest.mark.parametrize("entropy", [False, True])

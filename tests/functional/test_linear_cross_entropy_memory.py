@@ -25,6 +25,7 @@ from tests.support.loss_operands import (
 from tests.support.operands import ON_GPU, needs_kernels
 
 
+@pytest.mark.sampled
 @needs_kernels
 @pytest.mark.skipif(ON_GPU, reason="what the CPU's allocator hands out")
 @pytest.mark.parametrize("reduction", ["mean", "none"])

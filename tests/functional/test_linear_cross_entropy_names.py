@@ -77,6 +77,7 @@ def test_several_losses_of_many_leading_dimensions_and_compiled() -> None:
     torch.testing.assert_close(compiled(**inputs, reduction="none"), expected)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 def test_no_ignore_index_is_torchs_default(path: str, reduction: str) -> None:
@@ -91,6 +92,7 @@ def test_no_ignore_index_is_torchs_default(path: str, reduction: str) -> None:
         torch.testing.assert_close(found[0], other, rtol=0, atol=0)
 
 
+@pytest.mark.sampled(together=2)
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("name", ["linear_cross_entropy", "linear_log_probs"])
 @pytest.mark.parametrize("ignored", [None, 7])

@@ -89,6 +89,7 @@ def test_a_width_of_several_blocks() -> None:
     assert_close_to_torch({"queries": q, "documents": e})
 
 
+@pytest.mark.sampled
 @needs_kernels
 @pytest.mark.parametrize(("queries", "documents"), LAYOUTS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -180,6 +181,7 @@ STRIDES: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("path", WAYS)
 @pytest.mark.parametrize("layout", STRIDES)
 def test_layouts_change_nothing(layout: str, path: str) -> None:

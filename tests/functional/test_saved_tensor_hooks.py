@@ -16,6 +16,7 @@ from tests.functional.test_hidden_gradient import inputs as hidden_gradient_inpu
 from tests.support.operands import leaves, on_path
 
 
+@pytest.mark.sampled(together=2)
 @pytest.mark.parametrize("way", ["checkpoint", "reentrant checkpoint", "save_on_cpu"])
 @pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
 @pytest.mark.parametrize("activation", ACTIVATIONS)

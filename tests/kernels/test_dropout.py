@@ -141,6 +141,7 @@ def test_a_small_probability_drops_as_many_as_it_says(dropout_p: float) -> None:
     assert kept > 0
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("rows", [1, 2, 37, 1000])
 @pytest.mark.parametrize(("first_column", "columns"), [(0, 1), (63, 2), (5, 64), (0, 200)])
 def test_parts_that_are_drawn_one_after_the_other_are_those_of_the_whole(

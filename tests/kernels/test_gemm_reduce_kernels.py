@@ -38,6 +38,7 @@ DIMS = [-2, -1]
 TWO_PATHS = [PATHS[0], PATHS[2]]
 
 
+@pytest.mark.sampled
 @needs_kernels
 @pytest.mark.usefixtures("poisoned_memory")
 @pytest.mark.parametrize("splits", [1, 2, 3, 5, 8])
@@ -63,6 +64,7 @@ def test_exact_integers_for_any_number_of_splits(tiles: ReduceConfig, splits: in
             assert_equal(found, truth)
 
 
+@pytest.mark.sampled(together=2)
 @needs_kernels
 @pytest.mark.usefixtures("poisoned_memory")
 @pytest.mark.parametrize("splits", [1, 2, 3, 5, 8])
@@ -174,6 +176,7 @@ def test_packed_rows(op: str, splits: int, transposed: bool) -> None:
     assert not torch.cat([entry[length:] for entry, length in zip(d_padded, lengths.tolist(), strict=True)]).any()
 
 
+@pytest.mark.sampled
 @needs_kernels
 @infinities
 @pytest.mark.parametrize("op", DIFFERENTIABLE)
@@ -210,6 +213,7 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+@pytest.mark.sampled
 @needs_kernels
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("op", ["max", "sumsq"])
@@ -224,6 +228,7 @@ def test_layouts_change_nothing(layout: str, op: str) -> None:
             assert_equal(reduce_results(functional.gemm_reduce, strided, lay(dy[None])[0], op=op, dim=dim), expected)
 
 
+@pytest.mark.sampled
 @needs_kernels
 @infinities
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])

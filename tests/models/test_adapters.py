@@ -37,6 +37,7 @@ def _with_adapters(model: nn.Module, family: Family, targets: list[str], dropout
     return peft.get_peft_model(model, peft.LoraConfig(target_modules=targets, **options))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("case", ADAPTERS)
 @pytest.mark.parametrize("first", ["replace", "adapters"])
 def test_adapters_train(case: str, first: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -78,6 +78,7 @@ def gradients(model: Any, use: Callable[[Tensor], Tensor]) -> dict[str, Tensor |
 
 
 # What Dynamo says, of the code of this library and of any tensor with a past.
+@pytest.mark.sampled
 @pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace:UserWarning")
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 @pytest.mark.parametrize("use", USES)

@@ -42,6 +42,7 @@ def outputs_of(model: nn.Module, monkeypatch: pytest.MonkeyPatch, **options: Any
     return outputs
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("grad", [True, False], ids=["with a gradient", "without"])
 def test_who_reads_them_gets_them(name: str, grad: bool, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,6 +89,7 @@ READERS: dict[str, Callable[[Any], Any]] = {
 }
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("reader", READERS)
 @pytest.mark.parametrize("grad", [True, False], ids=["with a gradient", "without"])
 def test_every_way_to_read_them(reader: str, grad: bool, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,6 +28,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.sampled
 @PATHS
 @pytest.mark.parametrize("case", OPTIONS)
 def test_classes_in_parts(processes: Processes, case: str, path: str) -> None:

@@ -14,6 +14,7 @@ ROWS = 7
 PATHS = [pytest.param("kernels", marks=needs_kernels), "auto"]
 
 
+@pytest.mark.sampled(together=2)
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("shape", [(1,), (3, 1), (1, 1), (3, ROWS)])
 @pytest.mark.parametrize(
