@@ -1,7 +1,7 @@
 """Finds the tests of a kernel or an operation, by the names of files and by what they import.
 
-``make test-kernel NAME=gemm_epilogue`` runs them; ``python -m tests.finding gemm_epilogue`` prints their files, and with
-``--gpu`` those that need a GPU. They are
+``make test-kernel NAME=gemm_epilogue`` runs them; ``python -m tests.finding gemm_epilogue`` prints their files, and
+with ``--gpu`` those that need a GPU. They are
 
 - the files named after NAME, such as ``test_ffn_layouts.py`` after ``ffn``,
 - for a file or folder of ``kernels/`` also the files that import it, and those named after an operation that imports it

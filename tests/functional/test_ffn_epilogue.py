@@ -24,8 +24,8 @@ from fusedlayers.kernels.activations import ACTIVATIONS
 from fusedlayers.kernels.dropout import draw_seed
 from fusedlayers.kernels.matmul.arithmetic import Arithmetic
 from fusedlayers.kernels.tuning import EpilogueTiles
-from tests.functional.test_ffn_autograd import saved
 from tests.functional.test_ffn import GATED, exact_case
+from tests.functional.test_ffn_autograd import saved
 from tests.support.operands import (
     BIASES,
     DEVICE,
