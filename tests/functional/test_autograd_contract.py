@@ -13,7 +13,19 @@ from torch import Tensor
 from fusedlayers import functional
 from fusedlayers.functional.switches import switched
 from tests.support.compiled_cases import nothing_compiled  # noqa: F401
-from tests.support.contract_cases import BACKENDS, NAMES, WAYS, Found, Made, assert_as_torch, made, named, upstream
+from tests.support.contract_cases import (
+    BACKENDS,
+    DIFFERENTIABLE,
+    NAMES,
+    WAYS,
+    Found,
+    Made,
+    assert_as_torch,
+    assert_near,
+    made,
+    named,
+    upstream,
+)
 from tests.support.operands import DEVICE, infinities, needs_kernels
 
 # What torch says of itself: of forward-mode rules, which are scripted, and of compilation.
@@ -23,8 +35,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:`isinstance\\(treespec, LeafSpec\\)` is deprecated:FutureWarning"),
 ]
-# An index depends on nothing, and the slope of no activation not on its argument.
-DIFFERENTIABLE = [name for name in NAMES if name not in ("argmax", "linear hidden_gradient")]
 # Compilation takes long: one call of each operation, and the chunked path.
 COMPILED = ["ffn", "recomputed ffn", "wide ffn", "gemm_gemm", "gemm_reduce", "maxsim", "linear"]
 CASES = [
@@ -144,28 +154,34 @@ SUBSETS = [(name, way) for name in NAMES for way in ("eager", "observed")]
 @pytest.mark.sampled
 @needs_kernels
 @pytest.mark.parametrize(("name", "way"), SUBSETS)
-def test_results_require_a_gradient_where_those_of_torch_do(name: str, way: str) -> None:
-    """For every subset of operands that do, and with the same operands left without one."""
+def test_every_subset_of_operands_that_require_a_gradient(name: str, way: str) -> None:
+    """Results require one where those of torch do; gradients are where torch's are, and are the usual ones."""
 
-    def requirements(call: Made, wanted: tuple[str, ...]) -> tuple[list[bool], list[bool]]:
+    def gradients(call: Made, wanted: tuple[str, ...]) -> tuple[list[bool], Found]:
         leaves = [
             leaf.detach().requires_grad_(key in wanted) for key, leaf in zip(call.names, call.leaves, strict=True)
         ]
-        arguments = call.arguments | dict(zip(call.names, leaves, strict=True))
-        found = call.function(**arguments)
-        results = [each for each in (found if isinstance(found, tuple) else (found,)) if each is not None]
+        results = call(*leaves)
+        requires = [result.requires_grad for result in results]
         outputs = [result for result in results if result.requires_grad]
+        given = [dy for dy, required in zip(upstream(results), requires, strict=True) if required]
+        asked = {key: leaf for key, leaf in zip(call.names, leaves, strict=True) if leaf.requires_grad}
         if not outputs:
-            return [result.requires_grad for result in results], []
-        asked = [leaf for leaf in leaves if leaf.requires_grad]
-        gradients = torch.autograd.grad(outputs, asked, upstream(outputs), allow_unused=True)
-        return [result.requires_grad for result in results], [gradient is None for gradient in gradients]
+            return requires, {}
+        found = torch.autograd.grad(outputs, list(asked.values()), given, allow_unused=True)
+        return requires, dict(zip(asked, found, strict=True))
 
-    for wanted in subsets(made(name).names):
+    names = tuple(made(name).names)
+    with switched({"FUSEDLAYERS_BACKEND": "triton"}):
+        _, usual = gradients(made(name, way=way), names)
+    for wanted in subsets(list(names)):
         with switched({"FUSEDLAYERS_BACKEND": "triton"}):
-            ours = requirements(made(name, way=way), wanted)
+            requires, ours = gradients(made(name, way=way), wanted)
         with switched({"FUSEDLAYERS_BACKEND": "torch"}):
-            assert ours == requirements(made(name, recompute=False), wanted), wanted
+            expected, theirs = gradients(made(name, recompute=False), wanted)
+        assert requires == expected, wanted
+        assert [key for key, each in ours.items() if each is None] == [k for k, each in theirs.items() if each is None]
+        assert_near(ours, {key: each if each is None else usual[key] for key, each in ours.items()})
 
 
 def subsets(names: list[str]) -> list[tuple[str, ...]]:

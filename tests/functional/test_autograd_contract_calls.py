@@ -21,12 +21,21 @@ from fusedlayers.functional import operation
 from fusedlayers.functional.ffn import FFN
 from fusedlayers.functional.operation import OPERATIONS, Operation, Prepared
 from fusedlayers.functional.switches import switched
-from tests.support.contract_cases import BACKENDS, CONTRACT, NAMES, Made, Recorder, made, upstream
+from tests.support.contract_cases import (
+    BACKENDS,
+    CONTRACT,
+    DIFFERENTIABLE,
+    Made,
+    Recorder,
+    assert_near,
+    made,
+    named,
+    upstream,
+)
 from tests.support.ffn_blocks import mlp
 from tests.support.operands import DEVICE, forget_calls, infinities, needs_kernels
 
 pytestmark = infinities
-DIFFERENTIABLE = [name for name in NAMES if name not in ("argmax", "linear hidden_gradient")]
 # A mean is one number.
 LAID_OUT = [name for name in DIFFERENTIABLE if name not in ("linear_cross_entropy", "recomputed loss")]
 
@@ -216,26 +225,7 @@ def test_what_is_saved_may_lie_otherwise_when_it_is_read(name: str, way: str, ba
             leaf.data = otherwise(leaf.data)
         swapped = torch.autograd.grad(results, call.leaves, upstream(results))
     for found in (packed, on_cpu, swapped):
-        for one, other in zip(found, plain, strict=True):
-            # Products of another layout add up in another order.
-            assert one.sub(other).abs().max() <= 64 * torch.finfo(other.dtype).eps * other.abs().max()
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("name", DIFFERENTIABLE)
-def test_graphs_that_are_kept_and_calls_without_one(name: str, backend: str) -> None:
-    with switched({"FUSEDLAYERS_BACKEND": backend}):
-        call = made(name)
-        results = call()
-        given = upstream(results)
-        first, second = (torch.autograd.grad(results, call.leaves, given, retain_graph=True) for _ in range(2))
-        assert_same(list(first), list(second))
-        for mode in (torch.no_grad, torch.inference_mode):
-            with mode():
-                alone = call()
-            assert not any(result.requires_grad for result in alone)
-            for one, other in zip(alone, results, strict=True):
-                torch.testing.assert_close(one, other.detach())
+        assert_near(named(call, found), named(call, plain))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -156,20 +156,6 @@ def test_nothing_is_written(path: str) -> None:
 
 
 @pytest.mark.parametrize("path", [*PATHS, EPILOGUE])
-def test_backward_twice_gives_the_same_gradients(path: str) -> None:
-    inputs = leaves(ffn_inputs(20, 9, 21, 7, gated=True, residual=True))
-    tensors = [tensor for tensor in inputs.values() if tensor is not None]
-    with on_path(path) as options:
-        y = functional.ffn(**inputs, dropout_p=0.25, **options)
-        dy = torch.randn_like(y)
-        first, second = (torch.autograd.grad(y, tensors, dy, retain_graph=True) for _ in range(2))
-        torch.autograd.grad(y, tensors, dy)
-        with pytest.raises(RuntimeError, match="backward through the graph a second time"):
-            torch.autograd.grad(y, tensors, dy)
-    assert all(torch.equal(one, two) for one, two in zip(first, second, strict=True))
-
-
-@pytest.mark.parametrize("path", [*PATHS, EPILOGUE])
 def test_two_consumers_of_the_result(path: str) -> None:
     """Their gradients add up before they come in: exact integers, so that the sum has one value."""
     draw = INTEGERS[torch.float32]
@@ -306,34 +292,6 @@ def test_backward_inside_autocast_is_not_cast_again(path: str) -> None:
     assert_equal({f"d{name}": tensor.grad for name, tensor in named.items() if tensor is not None}, {
         name: tensor for name, tensor in expected.items() if name != "y"
     })  # fmt: skip
-
-
-def second_derivatives(call: Callable[..., Tensor], tensors: Tensors, **options: Any) -> dict[str, Tensor | None]:
-    """Of a scalar made from all first gradients, to every input and to the gradient of y."""
-    named = leaves(tensors)
-    dy = named.pop("dy")
-    inputs = [tensor for tensor in named.values() if tensor is not None]
-    first = torch.autograd.grad(call(**named, **options), inputs, dy, create_graph=True)
-    total = sum(gradient.square().sum() for gradient in first)
-    found = torch.autograd.grad(total, [*inputs, dy], allow_unused=True)
-    return dict(zip([name for name, tensor in tensors.items() if tensor is not None], found, strict=True))
-
-
-@pytest.mark.parametrize("gated", [False, True])
-@pytest.mark.parametrize("dropout_p", [0.0, 0.3])
-@pytest.mark.parametrize("path", [*PATHS[:2], EPILOGUE])
-def test_second_derivatives(path: str, dropout_p: float, gated: bool) -> None:
-    inputs = ffn_inputs((2, 7), 5, 9, 4, gated=gated, residual=True)
-    inputs["dy"] = like_result(inputs)
-    arithmetic = {"activation": "gelu_tanh", "dropout_p": dropout_p}
-    torch.manual_seed(6)
-    seed = torch.randint(2**63 - 1, (1,), device=DEVICE)
-    torch.manual_seed(6)
-    with on_path(path) as options:
-        ours = second_derivatives(functional.ffn, inputs, **arithmetic, **options)
-    theirs = second_derivatives(reference.ffn, inputs, seed=seed, **arithmetic)
-    truth = second_derivatives(reference.ffn, in_float64(inputs), seed=seed, **arithmetic)
-    assert_all_close(ours, theirs, truth, independent=14 * 9)
 
 
 @pytest.mark.parametrize("path", [PATHS[0], EPILOGUE])

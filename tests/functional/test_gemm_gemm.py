@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable
 from typing import Any
@@ -216,18 +215,6 @@ def test_gradients_of_stride_zero_and_of_shared_matrices() -> None:
             assert_all_close({"da": ours}, {"da": theirs}, {"da": truth}, independent=36)
 
 
-@pytest.mark.bits
-@needs_kernels
-@pytest.mark.usefixtures("poisoned_memory")
-def test_runs_give_the_same_bits() -> None:
-    operands = inputs(150, 9, 13, 7, batches=((), (), ()))
-    dy = gradient_for(operands)
-    with on_path("kernels"):
-        first = results(functional.gemm_gemm, operands, dy, activation="gelu")
-        for _ in range(draws(2, 9)):
-            assert_equal(results(functional.gemm_gemm, operands, dy, activation="gelu"), first)
-
-
 @pytest.mark.sampled(together=2)
 @needs_kernels
 @infinities
@@ -278,71 +265,6 @@ def test_every_subset_of_frozen_operands(path: str, monkeypatch: pytest.MonkeyPa
             dropped = {f"d{name}": None for name in frozen}
             assert_equal(ours, everything | dropped)
             assert launched == ([name for name in "abc" if name not in frozen] if path == "kernels" else [])
-
-
-@pytest.mark.bits
-@pytest.mark.parametrize("path", [PATHS[0], PATHS[2]])
-def test_nothing_is_written_and_backward_can_run_twice(path: str) -> None:
-    operands = inputs(20, 9, 21, 7)
-    dy = gradient_for(operands)
-    before = copy.deepcopy((operands, dy))
-    inputs_ = leaves(operands)
-    with on_path(path):
-        e = functional.gemm_gemm(*inputs_.values(), activation="gelu")
-        first, second = (torch.autograd.grad(e, list(inputs_.values()), dy, retain_graph=True) for _ in range(2))
-    assert all(torch.equal(one, two) for one, two in zip(first, second, strict=True))
-    assert_equal(operands, before[0])
-    assert torch.equal(dy, before[1])
-
-
-@pytest.mark.parametrize("path", [PATHS[0], PATHS[2]])
-def test_nothing_is_saved_without_a_gradient(path: str) -> None:
-    saved: list[None] = []
-
-    def pack(tensor: Tensor) -> Tensor:
-        saved.append(None)
-        return tensor
-
-    operands = list(leaves(inputs(5, 4, 6, 3)).values())
-    with on_path(path), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        with torch.no_grad():
-            functional.gemm_gemm(*operands, activation="gelu")
-        functional.gemm_gemm(*(tensor.detach() for tensor in operands), activation="gelu")
-        assert not saved
-        functional.gemm_gemm(*operands, activation="gelu")
-        assert saved
-
-
-@pytest.mark.parametrize("activation", [None, *ACTIVATIONS])
-def test_float64_and_its_derivatives(activation: str | None) -> None:
-    """float64 runs through torch, whatever the kernels could do, and is right to the second order."""
-    operands = [torch.randn(2, *shape, dtype=torch.float64, requires_grad=True) for shape in ((3, 2), (2, 4), (4, 2))]
-
-    def call(*tensors: Tensor) -> Tensor:
-        return functional.gemm_gemm(*tensors, activation=activation)
-
-    assert call(*operands).dtype == torch.float64
-    assert torch.autograd.gradcheck(call, operands)
-    assert torch.autograd.gradgradcheck(call, operands)
-
-
-@needs_kernels
-def test_second_derivatives_of_the_kernels_result() -> None:
-    operands = inputs(7, 4, 9, 5)
-    dy = gradient_for(operands)
-
-    def second(call: Callable[..., Tensor], tensors: Tensors, upstream: Tensor) -> dict[str, Tensor | None]:
-        inputs_ = leaves({**tensors, "dy": upstream})
-        a, b, c, out = inputs_.values()
-        first = torch.autograd.grad(call(a, b, c, activation="gelu"), [a, b, c], out, create_graph=True)
-        total = sum(gradient.square().sum() for gradient in first)
-        return dict(zip(inputs_, torch.autograd.grad(total, list(inputs_.values())), strict=True))
-
-    with on_path("kernels"):
-        ours = second(functional.gemm_gemm, operands, dy)
-    theirs = second(reference.gemm_gemm, operands, dy)
-    truth = second(reference.gemm_gemm, in_float64(operands), dy.double())
-    assert_all_close(ours, theirs, truth, independent=63)
 
 
 @pytest.mark.parametrize("path", [PATHS[0], PATHS[2]])

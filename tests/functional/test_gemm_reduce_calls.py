@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
@@ -10,7 +9,6 @@ import torch
 from torch import Tensor
 
 from fusedlayers import explain, functional, planning, reference
-from fusedlayers.closeness import assert_all_close
 from fusedlayers.kernels import gemm_reduce as kernels
 from fusedlayers.planning import Device, ReduceProblem
 from tests.support.operands import (
@@ -27,7 +25,6 @@ from tests.support.operands import (
 )
 from tests.support.records import where
 from tests.support.reduce_operands import DIFFERENTIABLE, reduce_inputs, reduce_results, upstream
-from tests.support.selection import draws
 
 TWO_PATHS = [PATHS[0], PATHS[2]]
 H200 = Device("cuda", "NVIDIA H200", "sm_90", 132, triton=True, backend="sm90")
@@ -114,27 +111,6 @@ def test_float64_and_its_derivatives(op: str, dim: int) -> None:
     assert torch.autograd.gradgradcheck(call, (*tensors, bias))
 
 
-@needs_kernels
-@pytest.mark.parametrize("op", DIFFERENTIABLE)
-def test_second_derivatives_of_the_kernels_result(op: str) -> None:
-    inputs = reduce_inputs(7, 9, 4, bias=True)
-    dy = upstream(torch.empty(2, 9, device=DEVICE))
-    lengths = torch.tensor([5, 7], device=DEVICE)
-
-    def second(call: Any, tensors: Tensors, dy: Tensor) -> dict[str, Tensor | None]:
-        inputs_ = leaves({**tensors, "dy": dy})
-        a, b, bias, out = inputs_.values()
-        d = call(a, b, bias=bias, op=op, lengths=lengths, activation="silu")
-        first = torch.autograd.grad(d, [a, b, bias], out, create_graph=True)
-        total = sum(gradient.square().sum() for gradient in first)
-        return dict(zip(inputs_, torch.autograd.grad(total, list(inputs_.values())), strict=True))
-
-    with on_path("kernels"):
-        ours = second(functional.gemm_reduce, inputs, dy)
-    theirs = second(reference.gemm_reduce, inputs, dy)
-    assert_all_close(ours, theirs, second(reference.gemm_reduce, in_float64(inputs), dy.double()), independent=63)
-
-
 @pytest.mark.sampled
 @pytest.mark.parametrize("path", TWO_PATHS)
 @pytest.mark.parametrize("op", DIFFERENTIABLE)
@@ -169,38 +145,6 @@ def test_every_subset_of_frozen_operands(op: str, path: str, monkeypatch: pytest
                 assert launched == wanted - ({"kept_gradient bias"} if op in ("max", "min", "absmax") else set())
 
 
-@pytest.mark.parametrize("path", TWO_PATHS)
-@pytest.mark.parametrize("op", DIFFERENTIABLE)
-def test_nothing_is_written_and_backward_can_run_twice(op: str, path: str) -> None:
-    inputs = reduce_inputs(20, 21, 9, bias=True)
-    mask = torch.rand(2, 20, device=DEVICE) < 0.5
-    lengths = torch.tensor([20, 12], device=DEVICE)
-    before = copy.deepcopy((inputs, mask, lengths))
-    inputs_ = leaves(inputs)
-    with on_path(path):
-        d = functional.gemm_reduce(**inputs_, op=op, mask=mask, lengths=lengths)
-        dy = upstream(d)
-        kept_dy = dy.clone()
-        first, second = (torch.autograd.grad(d, list(inputs_.values()), dy, retain_graph=True) for _ in range(2))
-    assert all(torch.equal(one, two) for one, two in zip(first, second, strict=True))
-    assert_equal(inputs, before[0])
-    assert torch.equal(mask, before[1])
-    assert torch.equal(lengths, before[2])
-    assert torch.equal(dy, kept_dy)
-
-
-@pytest.mark.bits
-@needs_kernels
-@pytest.mark.usefixtures("poisoned_memory")
-@pytest.mark.parametrize("op", DIFFERENTIABLE)
-def test_runs_give_the_same_bits(op: str) -> None:
-    inputs = reduce_inputs(300, 13, 9, batches=((), ()), bias=True)
-    with on_path("kernels", sms=16):
-        first = reduce_results(functional.gemm_reduce, inputs, op=op, activation="gelu")
-        for _ in range(draws(2, 9)):
-            assert_equal(reduce_results(functional.gemm_reduce, inputs, op=op, activation="gelu"), first)
-
-
 @pytest.mark.parametrize("dim", [-2, -1])
 @pytest.mark.parametrize("path", TWO_PATHS)
 def test_the_results_may_be_changed_in_place(path: str, dim: int) -> None:
@@ -209,26 +153,6 @@ def test_the_results_may_be_changed_in_place(path: str, dim: int) -> None:
         d, product = functional.gemm_reduce(**tensors, op="sumsq", dim=dim, return_product=True)
     for result in (d, product):
         result.mul_(2).sum().backward(retain_graph=True)
-
-
-@pytest.mark.parametrize("path", TWO_PATHS)
-def test_nothing_is_saved_without_a_gradient(path: str) -> None:
-    saved: list[Tensor] = []
-
-    def pack(tensor: Tensor) -> Tensor:
-        saved.append(tensor)
-        return tensor
-
-    inputs = leaves(reduce_inputs(50, 60, 3))
-    with on_path(path), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        with torch.no_grad():
-            functional.gemm_reduce(**inputs, op="max")
-        functional.gemm_reduce(**{name: tensor.detach() for name, tensor in inputs.items()}, op="max")
-        assert not saved
-        functional.gemm_reduce(**inputs, op="max")
-        assert saved
-        if path == "kernels":
-            assert max(tensor.numel() for tensor in saved) < 50 * 60
 
 
 @pytest.mark.parametrize("path", TWO_PATHS)

@@ -209,17 +209,6 @@ def test_an_expanded_gradient() -> None:
         assert_equal(in_float64(ours), truth)
 
 
-@pytest.mark.bits
-@needs_kernels
-@pytest.mark.usefixtures("poisoned_memory")
-def test_runs_give_the_same_bits() -> None:
-    tensors = inputs(300, 21, 18, gated=True)
-    with on_path("kernels"):
-        first = found(functional.hidden_gradient, tensors, activation="gelu")
-        for _ in range(draws(2, 9)):
-            assert_equal(found(functional.hidden_gradient, tensors, activation="gelu"), first)
-
-
 @pytest.mark.sampled(together=2)
 @needs_kernels
 @infinities
@@ -274,38 +263,6 @@ def test_gradients(frozen: tuple[str, ...], gated: bool, path: str) -> None:
     assert_all_close(ours, theirs, truth)
 
 
-@needs_kernels
-def test_second_derivatives_of_the_kernels_result() -> None:
-    tensors = inputs(12, 7, 9, gated=True)
-
-    def second(call: Call, operands: Tensors) -> dict[str, Tensor | None]:
-        wanted = leaves(operands)
-        total = sum(out.square().sum() for out in call(**wanted, activation="tanh") if out is not None)
-        first = torch.autograd.grad(total, list(wanted.values()), create_graph=True)
-        again = torch.autograd.grad(sum(g.square().sum() for g in first), list(wanted.values()))
-        return dict(zip(wanted, again, strict=True))
-
-    with on_path("kernels"):
-        ours = second(functional.hidden_gradient, tensors)
-    theirs, truth = (second(reference.hidden_gradient, t) for t in (tensors, in_float64(tensors)))
-    assert_all_close(ours, theirs, truth)
-
-
-@pytest.mark.sampled
-@pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
-@pytest.mark.parametrize("activation", [None, "gelu", "silu", "tanh"])
-def test_float64_and_its_derivatives(activation: str | None, gated: bool) -> None:
-    shapes = [(2, 3, 4), (4, 5), (2, 3, 5), *([(2, 3, 5)] if gated else [])]
-    tensors = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
-
-    def call(*operands: Tensor) -> tuple[Tensor, ...]:
-        results = functional.hidden_gradient(*operands, activation=activation)
-        return tuple(out for out in results if out is not None)
-
-    assert torch.autograd.gradcheck(call, tensors)
-    assert torch.autograd.gradgradcheck(call, tensors)
-
-
 @pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
 @pytest.mark.parametrize("activation", list(ACTIVATIONS))
 def test_it_is_the_gradient_of_the_hidden(activation: str, gated: bool) -> None:
@@ -330,15 +287,6 @@ def test_autocast(path: str) -> None:
     theirs = found(reference.hidden_gradient, half, activation="silu")
     truth = found(reference.hidden_gradient, in_float64(tensors), activation="silu")
     assert_all_close(ours, theirs, truth, computed_in=torch.float16)
-
-
-@pytest.mark.parametrize("path", KERNELS_AND_TORCH)
-def test_nothing_is_written(path: str) -> None:
-    tensors = inputs(20, 9, 21, gated=True)
-    before = {name: None if tensor is None else tensor.clone() for name, tensor in tensors.items()}
-    with on_path(path):
-        functional.hidden_gradient(**tensors, activation="gelu")
-    assert_equal(tensors, before)
 
 
 BAD: list[tuple[dict[str, Any], type[Exception], str]] = [

@@ -16,8 +16,8 @@ from fusedlayers import functional
 from fusedlayers.functional.ffn import epilogue
 from fusedlayers.functional.last_pass import hooks_are_set
 from fusedlayers.functional.switches import switched
-from tests.functional.test_autograd_contract_calls import DIFFERENTIABLE, assert_same, gradients, operation_of
-from tests.support.contract_cases import Made, made, upstream
+from tests.functional.test_autograd_contract_calls import assert_same, gradients, operation_of
+from tests.support.contract_cases import DIFFERENTIABLE, Made, made, upstream
 from tests.support.operands import ffn_inputs, infinities, leaves, needs_kernels, on_path
 
 pytestmark = infinities

@@ -182,18 +182,6 @@ def test_expanded_operands() -> None:
     assert_equal(in_float64(ours), results(reference.linear, in_float64(tensors), dy.double()))
 
 
-@pytest.mark.bits
-@needs_kernels
-@pytest.mark.usefixtures("poisoned_memory")
-def test_runs_give_the_same_bits() -> None:
-    tensors = inputs(3, 9, 700)
-    dy = upstream(tensors)
-    with on_path("kernels", sms=16):
-        first = results(functional.linear, tensors, dy, activation="gelu")
-        for _ in range(draws(2, 9)):
-            assert_equal(results(functional.linear, tensors, dy, activation="gelu"), first)
-
-
 @pytest.mark.sampled(together=2)
 @needs_kernels
 @infinities

@@ -63,65 +63,6 @@ def test_frozen_operands(
         assert_equal({name: None if tensor.grad is None else tensor.grad.double()}, {name: expected})
 
 
-@pytest.mark.parametrize("path", KERNELS_AND_TORCH)
-def test_without_gradients_nothing_is_kept(path: str) -> None:
-    kept: list[Tensor] = []
-    with on_path(path), torch.autograd.graph.saved_tensors_hooks(kept.append, lambda tensor: tensor), torch.no_grad():
-        functional.linear(**leaves(inputs(9, 7, 40)), activation="gelu")
-    assert not kept
-
-
-@pytest.mark.bits
-@pytest.mark.parametrize("path", KERNELS_AND_TORCH)
-@pytest.mark.parametrize("split_k", ["auto", 3])
-def test_nothing_is_written_and_the_graph_can_be_retained(split_k: int | str, path: str) -> None:
-    tensors = leaves(inputs(9, 7, 40))
-    dy = upstream(tensors)
-    before = {name: None if t is None else t.detach().clone() for name, t in {**tensors, "dy": dy}.items()}
-    with on_path(path):
-        y = functional.linear(**tensors, activation="silu", split_k=split_k)
-        # Two consumers of one y.
-        total = y * 2 + y
-        first, second = (
-            dict(zip(NAMES, torch.autograd.grad(total, list(tensors.values()), dy, retain_graph=True), strict=True))
-            for _ in range(2)
-        )
-        # And one without anything between it and the gradient that is sent.
-        torch.autograd.grad(functional.linear(**tensors, split_k=split_k), list(tensors.values()), dy)
-    assert_equal(first, second)
-    assert_equal({name: None if t is None else t.detach() for name, t in {**tensors, "dy": dy}.items()}, before)
-
-
-@pytest.mark.parametrize("activation", [None, "tanh"])
-@pytest.mark.parametrize("bias", [True, False])
-def test_float64_and_its_derivatives(bias: bool, activation: str | None) -> None:
-    tensors = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in ((2, 3, 4), (5, 4), (5,))]
-
-    def call(*operands: Tensor) -> Tensor:
-        return functional.linear(*operands, activation=activation)
-
-    assert torch.autograd.gradcheck(call, tensors[: 2 + bias])
-    assert torch.autograd.gradgradcheck(call, tensors[: 2 + bias])
-
-
-@needs_kernels
-@pytest.mark.parametrize("activation", [None, "gelu"])
-def test_second_derivatives_of_the_kernels_result(activation: str | None) -> None:
-    tensors = inputs(9, 7, 40)
-
-    def second(call: Any, operands: Any) -> dict[str, Tensor | None]:
-        wanted = leaves(operands)
-        total = call(**wanted, activation=activation).pow(2).sum()
-        first = torch.autograd.grad(total, list(wanted.values()), create_graph=True)
-        again = torch.autograd.grad(sum(g.square().sum() for g in first), list(wanted.values()))
-        return dict(zip(wanted, again, strict=True))
-
-    with on_path("kernels"):
-        ours = second(functional.linear, tensors)
-    theirs, truth = (second(reference.linear, t) for t in (tensors, in_float64(tensors)))
-    assert_all_close(ours, theirs, truth)
-
-
 @needs_kernels
 def test_transforms_of_torch_func_take_torch() -> None:
     tensors = inputs(9, 7, 40)

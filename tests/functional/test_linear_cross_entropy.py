@@ -92,7 +92,6 @@ def test_names_and_meaning_are_those_of_torch(reduction: str, path: str) -> None
     torch.testing.assert_close(ours, results(F.linear_cross_entropy, inputs, **options), rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.sampled(together=2)
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("leading", [(), (1,), (CHUNK_ROWS,), (CHUNK_ROWS + 1,), (2, 3, 4), (1, 1, 5)])
 @pytest.mark.parametrize("reduction", REDUCTIONS)

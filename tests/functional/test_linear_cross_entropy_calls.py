@@ -22,7 +22,7 @@ from tests.support.loss_operands import (
     on_path,
     results,
 )
-from tests.support.operands import DEVICE, DTYPES, ON_GPU, infinities, needs_kernels
+from tests.support.operands import DEVICE, ON_GPU, infinities, needs_kernels
 
 pytestmark = [
     infinities,
@@ -271,62 +271,6 @@ def test_autocast_leaves_probabilities_as_they_are() -> None:
     with torch.autocast(DEVICE.type, torch.bfloat16):
         ours = functional.linear_cross_entropy(**inputs)
     assert torch.equal(ours, reference.linear_cross_entropy(**low, target=inputs["target"]))
-
-
-@pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.1, "softcap": 2.0, "z_loss": 0.1}], ids=["plain", "all"])
-@pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_gradcheck(reduction: str, options: dict[str, Any]) -> None:
-    inputs = in_float64(loss_inputs((3,), 3, 5, bias=True, weight=True))
-    leaves = [inputs[name].requires_grad_() for name in ("input", "linear_weight", "linear_bias")]  # type: ignore[union-attr]
-
-    def call(input: Tensor, linear_weight: Tensor, linear_bias: Tensor) -> Tensor:
-        return functional.linear_cross_entropy(
-            input, linear_weight, inputs["target"], linear_bias=linear_bias, weight=inputs["weight"],  # type: ignore[arg-type]
-            reduction=reduction, **options,
-        )  # fmt: skip
-
-    assert torch.autograd.gradcheck(call, leaves)
-    assert torch.autograd.gradgradcheck(call, leaves)
-
-
-@pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-def test_create_graph(reduction: str, path: str) -> None:
-    inputs = loss_inputs((2, 9), 24, 70, bias=True)
-
-    def twice(call: Callable[..., Any], tensors: dict[str, Any]) -> dict[str, Tensor]:
-        names = ("input", "linear_weight", "linear_bias")
-        leaves = {name: tensors[name].detach().requires_grad_() for name in names}
-        loss = call(**leaves, target=tensors["target"], reduction=reduction, z_loss=0.1)
-        first = torch.autograd.grad(loss.square().sum(), list(leaves.values()), create_graph=True)
-        second = torch.autograd.grad(sum(each.square().sum() for each in first), list(leaves.values()))
-        return dict(zip([*names, *(f"{name} again" for name in names)], (*first, *second), strict=True))
-
-    with on_path(path):
-        ours = twice(functional.linear_cross_entropy, inputs)
-    theirs, truth = (twice(reference.linear_cross_entropy, each) for each in (inputs, in_float64(inputs)))
-    assert_all_close(ours, theirs, truth, independent=18)
-
-
-@pytest.mark.bits
-@pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("reduction", ["mean", "none"])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_a_graph_that_is_kept_gives_the_same_gradients_again(reduction: str, dtype: torch.dtype, path: str) -> None:
-    """And changes nothing: neither operands nor what was saved."""
-    inputs = loss_inputs((2, 9), 24, 70, dtype, bias=True, weight=True)
-    given = {name: tensor.clone() for name, tensor in inputs.items() if tensor is not None}
-    leaves = {name: t.requires_grad_() for name, t in given.items() if t.is_floating_point() and name != "weight"}
-    with on_path(path):
-        loss = functional.linear_cross_entropy(**given, reduction=reduction)
-        upstream = torch.full_like(loss, 0.75)
-        saved = [t.clone() for t in getattr(loss.grad_fn, "saved_tensors", ()) if t is not None]
-        first, again = (torch.autograd.grad(loss, list(leaves.values()), upstream, retain_graph=True) for _ in range(2))
-        assert all(torch.equal(*pair) for pair in zip(first, again, strict=True))
-        kept = [t for t in getattr(loss.grad_fn, "saved_tensors", ()) if t is not None]
-    assert all(torch.equal(*pair) for pair in zip(saved, kept, strict=True))
-    assert all(torch.equal(given[name], tensor) for name, tensor in inputs.items() if tensor is not None)
-    assert upstream.eq(0.75).all()
 
 
 @needs_kernels

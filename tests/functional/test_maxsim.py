@@ -32,15 +32,12 @@ from tests.support.operands import (
     DEVICE,
     DTYPES,
     INTEGERS,
-    Tensors,
     assert_equal,
     in_float64,
     infinities,
-    leaves,
     needs_kernels,
     on_path,
 )
-from tests.support.selection import draws
 
 
 def pair_by_pair(queries: Sequence[Tensor], documents: Sequence[Tensor]) -> Tensor:
@@ -279,50 +276,6 @@ def test_every_subset_of_frozen_operands(path: str, monkeypatch: pytest.MonkeyPa
             assert launched == (expected if path == "kernels" else [])
 
 
-@pytest.mark.parametrize("path", WAYS)
-def test_nothing_is_saved_without_a_gradient(path: str) -> None:
-    saved: list[None] = []
-
-    def pack(tensor: Tensor) -> Tensor:
-        saved.append(None)
-        return tensor
-
-    q, e = (torch.randn(2, 3, 4, device=DEVICE, requires_grad=True) for _ in range(2))
-    with on_path(path), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        with torch.no_grad():
-            functional.maxsim(q, e)
-        functional.maxsim(q.detach(), e.detach())
-        assert not saved
-        functional.maxsim(q, e)
-        assert saved
-
-
-@pytest.mark.parametrize("path", WAYS)
-def test_nothing_is_written_and_backward_can_run_twice(path: str) -> None:
-    arguments = laid_out(sequences([3, 2], [4, 1, 5], 6), "packed", "padded")
-    arguments["documents"] = arguments["documents"].nan_to_num(7.0)
-    upstream = upstream_for(arguments)
-    before = copy.deepcopy((arguments, upstream))
-    q, e = (arguments[name].detach().requires_grad_() for name in ("queries", "documents"))
-    with on_path(path):
-        scores = functional.maxsim(**{**arguments, "queries": q, "documents": e})
-        first, second = (torch.autograd.grad(scores, (q, e), upstream, retain_graph=True) for _ in range(2))
-    assert all(torch.equal(one, two) for one, two in zip(first, second, strict=True))
-    assert_equal(arguments, before[0])
-    assert torch.equal(upstream, before[1])
-
-
-@needs_kernels
-@pytest.mark.usefixtures("poisoned_memory")
-def test_runs_give_the_same_bits() -> None:
-    arguments = laid_out(sequences([4, 3, 11], [33, 0, 10], 9), "padded", "packed")
-    upstream = upstream_for(arguments)
-    with planned(splits=2, query_gradient_splits=2, document_gradient_splits=3):
-        first = results(functional.maxsim, arguments, upstream)
-        for _ in range(draws(2, 9)):
-            assert_equal(results(functional.maxsim, arguments, upstream), first)
-
-
 def test_derivatives_in_float64() -> None:
     q, e = (torch.randn(2, n, 3, dtype=torch.float64, requires_grad=True) for n in (4, 5))
     q_mask = torch.tensor([[True] * 4, [True, False, True, False]])
@@ -336,32 +289,6 @@ def test_derivatives_in_float64() -> None:
     assert torch.autograd.gradgradcheck(call, (q, e))
     gradients = torch.autograd.grad(functional.maxsim(q, e, q_mask, e_mask)[:, 1].sum(), (q, e))
     assert all((gradient == 0).all() for gradient in gradients), "a document without tokens has no gradient"
-
-
-def test_derivatives_in_float64_of_packed_sides() -> None:
-    q, e = (torch.randn(n, 3, dtype=torch.float64, requires_grad=True) for n in (6, 9))
-    ends = {"cu_seqlens_queries": torch.tensor([0, 2, 2, 6]), "cu_seqlens_documents": torch.tensor([0, 4, 9])}
-    assert torch.autograd.gradcheck(lambda *tensors: functional.maxsim(*tensors, **ends), (q, e))
-    assert torch.autograd.gradgradcheck(lambda *tensors: functional.maxsim(*tensors, **ends), (q, e))
-
-
-@needs_kernels
-def test_second_derivatives_of_the_kernels_result() -> None:
-    arguments = laid_out(sequences([3, 2], [4, 1, 5], 6), "padded", "packed")
-    upstream = upstream_for(arguments)
-
-    def second(call: Callable[..., Tensor], tensors: Tensors, g: Tensor) -> dict[str, Tensor | None]:
-        graph = leaves({"queries": tensors["queries"], "documents": tensors["documents"], "upstream": g})
-        q, e, out = graph.values()
-        scores = call(**{**tensors, "queries": q, "documents": e})
-        first = torch.autograd.grad(scores, [q, e], out, create_graph=True)
-        total = sum(gradient.square().sum() for gradient in first)
-        return dict(zip(graph, torch.autograd.grad(total, [q, e, out]), strict=True))
-
-    with on_path("kernels"):
-        ours = second(functional.maxsim, arguments, upstream)
-    theirs = second(reference.maxsim, arguments, upstream)
-    assert_all_close(ours, theirs, second(reference.maxsim, double(arguments), upstream.double()))
 
 
 @pytest.mark.parametrize("path", WAYS)

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from fusedlayers import functional, reference
-from fusedlayers.closeness import assert_all_close
 from fusedlayers.kernels.activations import ACTIVATIONS
 from tests.gpu.exact import assert_says_something
 from tests.support.moe_operands import (
@@ -18,7 +17,6 @@ from tests.support.moe_operands import (
     LAYOUTS,
     PATHS,
     ROUTINGS,
-    Tensors,
     assert_moe_close,
     how,
     like_x,
@@ -29,7 +27,6 @@ from tests.support.moe_operands import (
 from tests.support.operands import (
     DEVICE,
     DTYPES,
-    EPILOGUE,
     INTEGERS,
     assert_equal,
     in_eighths,
@@ -273,20 +270,6 @@ def test_the_same_bits_every_time() -> None:
         assert_equal(results(functional.moe_ffn, tensors, dy, recompute=True), first)
 
 
-@pytest.mark.bits
-@needs_kernels
-@pytest.mark.parametrize("layout", ["separate", "interleaved"])
-def test_a_graph_that_is_kept_gives_the_same_again(layout: str) -> None:
-    """The last backward pass alone overwrites what was kept."""
-    tensors = moe_inputs(19, 24, 20, 3, 2, layout=layout)
-    leaves = {n: t.requires_grad_() for n, t in tensors.items() if t is not None and t.is_floating_point()}
-    with on_path("epilogue"):
-        y = functional.moe_ffn(**(tensors | leaves), **how(layout=layout))
-        dy = torch.randn_like(y)
-        found = [torch.autograd.grad(y, list(leaves.values()), dy, retain_graph=keep) for keep in (True, True, False)]
-    assert all(torch.equal(first, other) for again in found[1:] for first, other in zip(found[0], again, strict=True))
-
-
 @needs_kernels
 @pytest.mark.parametrize("recompute", [False, True])
 def test_what_is_kept(recompute: bool) -> None:
@@ -348,33 +331,3 @@ def test_autocast(path: str) -> None:
     narrow["top_k_weights"] = inputs["top_k_weights"]
     with on_path(path):
         assert torch.equal(functional.moe_ffn(**narrow), y)
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_gradients_of_gradients(layout: str) -> None:
-    tensors = wide(moe_inputs(3, 2, 3, 3, 2, layout=layout, routing="sentinels"))
-    names = [name for name in FLOATING if tensors[name] is not None]
-    leaves = [tensors[name].requires_grad_() for name in names]  # type: ignore[union-attr]
-
-    def call(*given: Tensor) -> Tensor:
-        changed = dict(zip(names, given, strict=True))
-        return functional.moe_ffn(**(tensors | changed), **how(layout=layout), activation="gelu_tanh")
-
-    assert torch.autograd.gradcheck(call, leaves)
-    assert torch.autograd.gradgradcheck(call, leaves)
-
-
-@pytest.mark.parametrize("path", [EPILOGUE])
-def test_second_derivatives_of_the_kernels(path: str) -> None:
-    tensors = moe_inputs(5, 8, 6, 3, 2)
-
-    def second(where: str, tensors: Tensors) -> dict[str, Tensor]:
-        leaves = {n: t for n, t in tensors.items() if t is not None and t.is_floating_point()}
-        again = {n: t.detach().requires_grad_() for n, t in leaves.items()}
-        with on_path(where):
-            y = functional.moe_ffn(**(tensors | again))
-            gradients = torch.autograd.grad(y.square().sum(), list(again.values()), create_graph=True)
-            total = sum(gradient.square().sum() for gradient in gradients)
-            return dict(zip(again, torch.autograd.grad(total, list(again.values())), strict=True))  # type: ignore[arg-type]
-
-    assert_all_close(second(path, tensors), second("torch", tensors), second("torch", wide(tensors)))

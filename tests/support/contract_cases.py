@@ -40,6 +40,8 @@ CONTRACT: dict[str, Callable[[int], Call]] = CALLS | {
     "weight_gradient alone": lambda rows: weight_gradient_call(rows, bias=False),
 }  # fmt: skip
 NAMES = list(CONTRACT)
+# An index depends on nothing, and the slope of no activation not on its argument.
+DIFFERENTIABLE = [name for name in NAMES if name not in ("argmax", "linear hidden_gradient")]
 BACKENDS = [pytest.param("triton", marks=needs_kernels), "torch"]
 # How a call is made: plainly, while a dispatch mode of the user's sees it, or compiled.
 WAYS = ["eager", "observed", "compiled"]
@@ -126,3 +128,14 @@ def assert_as_torch(name: str, backend: str, way: str, derive: Callable[[Made], 
     ours, theirs, truth = ({k: v for k, v in found.items() if v is not None} for found in (ours, theirs, truth))
     assert {key: value.shape for key, value in ours.items()} == {key: value.shape for key, value in theirs.items()}
     assert_all_close(ours, theirs, truth, independent=2 * ROWS)
+
+
+def assert_near(found: Found, expected: Found) -> None:
+    """The same gradients, up to the order in which products add up."""
+    assert found.keys() == expected.keys()
+    for name, gradient in found.items():
+        other = expected[name]
+        assert (gradient is None) == (other is None), name
+        if gradient is not None and other is not None:
+            limit = 64 * torch.finfo(other.dtype).eps * other.abs().max()
+            assert gradient.sub(other).abs().max() <= limit, name

@@ -205,7 +205,7 @@ FAULTS: tuple[Fault, ...] = (
     _fault(
         "upstream gradient overwritten", _LINEAR,
         "        return dx, dw, db", "        dy.zero_()\n        return dx, dw, db",
-        "functional/test_linear_autograd nothing_is_written",
+        "functional/test_autograd_contract_values graphs_that_are_kept",
     ),
     _fault(
         "option missing in a call's signature", "fusedlayers/functional/call.py",

@@ -47,6 +47,6 @@ EXPERTS: tuple[Fault, ...] = (
         "pre-activations overwritten although they are kept", "fusedlayers/functional/moe_ffn/__init__.py",
         "return epilogue.gradients(call, operands, made, wanted, upstream[0])\n",
         "return epilogue.gradients(call, operands, made, wanted, upstream[0], in_place=True)\n",
-        "functional/test_moe_ffn graph_that_is_kept",
+        "functional/test_autograd_contract_values graphs_that_are_kept",
     ),
 )  # fmt: skip
