@@ -64,58 +64,45 @@ def test_that_skips_itself(number):
 """
 
 
-def run(folder: Path, *options: str, full: bool = False) -> list[str]:
-    """The lines that pytest prints, with none of the plugins that load themselves."""
+def run(folder: Path, *options: str, full: bool = False) -> tuple[list[str], list[str]]:
+    """The names of the tests that pass, and the lines at the end, with none of the plugins that load themselves."""
     (folder / "conftest.py").write_text(CONFTEST)
     (folder / "test_some.py").write_text(TESTS)
     (folder / "pytest.ini").write_text(
         "[pytest]\nmarkers = full: exhaustive\n    gpu: on a GPU\n    sampled: of many\n"
     )
     ours = {"PYTHONPATH": str(ROOT), "FUSEDLAYERS_TEST_FULL": str(int(full)), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
-    command = [sys.executable, "-m", "pytest", "-p", "xdist", "-p", "no:cacheprovider", *options]
+    command = [sys.executable, "-m", "pytest", "-rp", "-p", "xdist", "-p", "no:cacheprovider", *options]
     done = subprocess.run(command, cwd=folder, env={**os.environ, **ours}, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout.splitlines()
+    lines = done.stdout.splitlines()
+    passed = [line.partition("::")[2] for line in lines if line.startswith("PASSED")]
+    return passed, [line for line in lines if line.startswith(("left out", "skipped"))]
 
 
-# Of twelve cases four, which have every value; of 48 sixteen, which have every pair.
-@pytest.mark.parametrize(
-    ("processes", "full", "passed", "exhaustive"),
-    [("0", True, 1 + 2 + 12 + 48, 0), ("1", False, 1 + 1 + 4 + 16, 1 + 8 + 32)],
-)
-def test_a_line_for_each_reason(processes: str, full: bool, passed: int, exhaustive: int, tmp_path: Path) -> None:
-    lines = run(tmp_path, "-n", processes, full=full)
-    assert [line for line in lines if line.startswith(("left out", "skipped", "SKIPPED"))] == [
-        *([f"left out: {exhaustive} tests (exhaustive, for make test-full)"] if exhaustive else []),
+@pytest.mark.parametrize("full", [False, True])
+def test_samples_and_a_line_for_each_reason(full: bool, tmp_path: Path) -> None:
+    """Of twelve cases four, which have every value; of 48 sixteen, which have every pair; or all of them."""
+    passed, lines = run(tmp_path, "-n", "0" if full else "1", full=full)
+    assert lines == [
+        *([] if full else [f"left out: {1 + 8 + 32} tests (exhaustive, for make test-full)"]),
         "left out: 1,500 tests (no such device)",
         "skipped: 1 test (even)",
         "skipped: 1 test (odd)",
     ]
-    assert f"{passed} passed, 2 skipped" in lines[-1]
-
-
-def test_a_sample_has_every_value_and_every_pair(tmp_path: Path) -> None:
-    lines = run(tmp_path, "--collect-only", "-q")
-    values = [re.findall(r"\w+", line.partition("[")[2]) for line in lines if "test_values" in line]
-    pairs = [tuple(map(int, re.findall(r"\d", line.partition("[")[2]))) for line in lines if "test_pairs" in line]
-    assert {value for case in values for value in case} == {
-        "a",
-        "b",
-        "c",
-        "three0",
-        "three1",
-        "three2",
-        "three3",
-        "0",
-        "1",
-        "2",
+    cases = {
+        name: [each.partition("[")[2] for each in passed if name in each] for name in ("test_values", "test_pairs")
     }
+    assert len(passed) == (1 + 2 + 12 + 48 if full else 1 + 1 + 4 + 16)
+    values = {word for case in cases["test_values"] for word in re.findall(r"\w+", case)}
+    assert values == {"a", "b", "c", "three0", "three1", "three2", "three3", "0", "1", "2"}
+    pairs = [tuple(map(int, re.findall(r"\d", case))) for case in cases["test_pairs"]]
     for first, second in itertools.combinations(range(3), 2):
-        found = {(case[first], case[second]) for case in pairs}
-        assert len(found) == len({one for one, _ in found}) * len({two for _, two in found}) >= 12
+        # The values of the parameter with three are the first in a name.
+        assert len({(case[first], case[second]) for case in pairs}) == (12 if first == 0 else 16)
 
 
 def test_a_case_that_is_named_runs(tmp_path: Path) -> None:
-    run(tmp_path)
-    lines = run(tmp_path, "test_some.py::test_pairs[2-3-3]", "test_some.py::test_values[a-three0-2]")
-    assert "2 passed" in lines[-1]
+    named = {"test_pairs[2-3-3]", "test_values[a-three0-2]"}
+    assert named.isdisjoint(run(tmp_path)[0])
+    assert set(run(tmp_path, *(f"test_some.py::{case}" for case in named))[0]) == named
