@@ -335,7 +335,7 @@ LINEAR = LinearProblem(M=64, N=32, K=4096, dtype="float16")
 
 
 @hypothesis.given(st.one_of(JSON, damaged()))
-@hypothesis.settings(max_examples=draws(100, 300))
+@hypothesis.settings(max_examples=draws(40, 300))
 def test_a_damaged_calibration_is_refused_or_harmless(whole: Any) -> None:
     try:
         records = calibrations.checked(whole)

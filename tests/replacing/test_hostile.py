@@ -10,7 +10,7 @@ import copy
 import linecache
 import re
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from types import ModuleType
 
@@ -27,17 +27,26 @@ from tests.support.hostile_calls import LONG, Call, Observed, alike
 Classes = list[tuple[str, str, str]]
 
 
-# Who reads them; in the short run each reads every fifth statement, as all read alike, so that every statement is read.
+# All read a statement alike, so in the short run each of them reads every fifth one.
 READERS = ("block", "layer", "norm", "experts", "rule")
 
 
+def every_fifth(reader: str, names: Iterable[str], all_names: Sequence[str]) -> pytest.MarkDecorator:
+    """A parameter of these names; those that another reader reads are for the full run."""
+    mine = set(all_names[READERS.index(reader) :: len(READERS)])
+    return pytest.mark.parametrize(
+        "name", [pytest.param(name, marks=[] if name in mine else [pytest.mark.full]) for name in names]
+    )
+
+
 def hostile_to(reader: str, kind: str | None = None) -> pytest.MarkDecorator:
-    """The statements for blocks of a kind, by default that of the reader."""
-    return pytest.mark.parametrize("name", [
-        pytest.param(name, marks=[pytest.mark.full] * (place % len(READERS) != READERS.index(reader)))
-        for place, (name, hostile) in enumerate(HOSTILE.items())
-        if (kind or reader) not in hostile.but
-    ])  # fmt: skip
+    """The hostile statements for blocks of a kind, by default that of the reader."""
+    names = [name for name, hostile in HOSTILE.items() if (kind or reader) not in hostile.but]
+    return every_fifth(reader, names, list(HOSTILE))
+
+
+def harmless_to(reader: str) -> pytest.MarkDecorator:
+    return every_fifth(reader, HARMLESS, list(HARMLESS))
 
 
 def built(classes: Classes, kind: str, file: Path, patch: pytest.MonkeyPatch) -> tuple[nn.ModuleDict, ModuleType]:
@@ -116,9 +125,6 @@ def harmless(kind: str, name: str) -> Classes:
     return list(sources(KINDS[kind], statement, setup))
 
 
-each_harmless = pytest.mark.parametrize("name", HARMLESS)
-
-
 class TestBlock:
     """Blocks whose whole forward is an FFN."""
 
@@ -126,7 +132,7 @@ class TestBlock:
     def test_hostile(self, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         check_hostile("block", name, tmp_path, monkeypatch)
 
-    @each_harmless
+    @harmless_to("block")
     def test_harmless(self, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         check_fused("block", harmless("block", name), tmp_path, monkeypatch)
 
@@ -164,7 +170,7 @@ class TestLayer:
     def test_hostile(self, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         check_hostile("layer", name, tmp_path, monkeypatch)
 
-    @each_harmless
+    @harmless_to("layer")
     def test_harmless(self, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         check_fused("layer", harmless("layer", name), tmp_path, monkeypatch)
 
@@ -179,7 +185,7 @@ class TestNorm:
     def test_hostile(self, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         check_hostile("norm", name, tmp_path, monkeypatch)
 
-    @each_harmless
+    @harmless_to("norm")
     def test_harmless(self, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         check_fused("norm", harmless("norm", name), tmp_path, monkeypatch)
 
@@ -194,7 +200,7 @@ class TestExperts:
     def test_hostile(self, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         check_hostile("experts", name, tmp_path, monkeypatch)
 
-    @each_harmless
+    @harmless_to("experts")
     def test_harmless(self, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         check_fused("experts", harmless("experts", name), tmp_path, monkeypatch)
 
@@ -221,7 +227,7 @@ class TestRule:
     def test_hostile(self, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         check_hostile("block", name, tmp_path, monkeypatch, ruled=True)
 
-    @each_harmless
+    @harmless_to("rule")
     def test_harmless(self, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         check_fused("block", harmless("block", name), tmp_path, monkeypatch, ruled=True)
 
