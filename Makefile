@@ -29,7 +29,7 @@ TRITONS := 3.6.0 3.9.0
 TRITON_FOLDERS := $(TRITONS:%=build/triton-%)
 # NumPy multiplies for the interpreter: OpenBLAS's kernels for Haswell, which AMD's processors get, too, round a row by its
 # place in a tile; those for Sandybridge do not, as those for processors with AVX-512. Both run wherever there is AVX2.
-CORES := Haswell Sandybridge
+CORES ?= Haswell Sandybridge
 # Where Python may not write what it compiles, every process of the tests would compile torch and transformers anew.
 unexport PYTHONDONTWRITEBYTECODE
 # One thread per worker, or the workers' threads fight for the same cores.
