@@ -41,7 +41,7 @@ CHUNKS: tuple[Fault, ...] = (
     _fault(
         "hidden of a whole group in dx", _PLAN,
         "min(columns, p.K) if in_dx else columns", "columns",
-        "planning/test_chunks four_times_x",
+        "planning/test_chunks free",
     ),
     _fault(
         "partial sums beside the workspace", "kernels/gemm_epilogue/hidden_gradient.py",
