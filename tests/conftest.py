@@ -25,10 +25,10 @@ if HAS_TRITON and not HAS_CUDA:
     os.environ.setdefault("TRITON_INTERPRET", "1")
 INTERPRETING = HAS_TRITON and os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "yes", "on", "y")
 if INTERPRETING:
-    from tests.support.quick_interpreter import hurry
+    from tests.support.quick_interpreter import speed_up
     from tests.support.rounding_by_position import round_by_position
 
-    hurry()
+    speed_up()
     round_by_position()
 
 # The tests say themselves which backend they mean.

@@ -106,10 +106,10 @@ def _serve(rank: int, device: str, connection: Connection, store: str, port: int
     move_seeds()
     if interpreted():
         # Not at the top: it imports Triton, which need not be there.
-        from tests.support.quick_interpreter import hurry
+        from tests.support.quick_interpreter import speed_up
         from tests.support.rounding_by_position import round_by_position
 
-        hurry()
+        speed_up()
         round_by_position()
     options: dict[str, Any] = {"backend": "gloo"}
     if device == "cuda":

@@ -1,4 +1,4 @@
-"""Triton's interpreter without what it does again and again to no effect, which is half of the tests' time.
+"""Triton's interpreter without repeated work of no effect, which takes half of the tests' time.
 
 Nothing that it computes changes: operations run as Triton wrote them, on the same NumPy arrays.
 """
@@ -18,7 +18,7 @@ from triton.runtime import interpreter
 
 from tests.support import quick_operands
 
-# What Triton has in the places that are patched with functions of the same results.
+# Triton's own functions, which the patches below replace; the tests compare both.
 OF_TRITON = [
     (owner, name, getattr(owner, name))
     for owner, name in (
@@ -34,23 +34,23 @@ OF_TRITON = [
 ] + quick_operands.OF_TRITON
 
 
-def hurry() -> None:
+def speed_up() -> None:
     """Patch what is slow, in the releases of Triton that have it."""
     if hasattr(interpreter, "_patch_lang"):
         _patch_the_language_once()
-    _remember_signatures()
+    _cache_signatures()
     if hasattr(interpreter, "_patch_builtin"):
-        _find_the_language_once()
+        _wrap_the_language_once()
     if hasattr(interpreter, "_get_np_dtype"):
-        _remember_dtypes()
+        _cache_dtypes()
     if hasattr(TritonSemantic, "binary_op_sanitize_overflow_impl"):
-        _look_for_overflow_where_it_is_told()
+        _check_overflow_in_debug_mode()
     if hasattr(interpreter, "TensorHandle") and hasattr(interpreter, "_validate_np_data_size"):
-        _remember_the_largest_elements()
+        _cache_element_widths()
     if hasattr(tl.core, "_unwrap_if_constexpr"):
-        _leave_what_is_wrapped_in_nothing()
-    _remember_shapes()
-    quick_operands.hurry()
+        _return_plain_values()
+    _cache_shapes()
+    quick_operands.speed_up()
     interpreter.ReduceOps.generic_reduce = _reduce_whole_slices
 
 
@@ -90,8 +90,8 @@ def _patch_the_language_once() -> None:
     interpreter._patch_lang = patch_once
 
 
-def _remember_signatures() -> None:
-    """Every launch reads the signature of its kernel anew."""
+def _cache_signatures() -> None:
+    """Cache the signature of each kernel, which every launch reads."""
     make = interpreter.GridExecutor.__init__
     constexprs: dict[Any, list[str]] = {}
     read = functools.cache(inspect.getfullargspec)
@@ -113,12 +113,12 @@ def _remember_signatures() -> None:
     interpreter.GridExecutor.__init__, interpreter.inspect = make_known, Inspect()
 
 
-def _find_the_language_once() -> None:
-    """To patch the language all members of its modules are looked through, and each one that is called is two calls."""
+def _wrap_the_language_once() -> None:
+    """Find and wrap the members of the language once: Triton does it at every patch, with two calls for each call."""
     patch_found, semantic = interpreter._patch_builtin, interpreter.interpreter_semantic
 
     def told(member: Any) -> Any:
-        # What the wrapper does is to insist on the semantic.
+        # The wrapper only checks that _semantic is given.
         function = getattr(member, "__wrapped__", member)
 
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -128,11 +128,11 @@ def _find_the_language_once() -> None:
         return call
 
     def told_operator(member: Any, name: str) -> Any:
-        # An operator of a tensor asks the function of the same name, which asks the semantic.
+        # Skip the function between an operator of a tensor and the semantic's function of the same name.
         compute = getattr(type(semantic), name, None)
         if compute is None:
             return told(member)
-        # Looked up when it is called, as a test puts back what Triton has.
+        # Look it up at every call: a test puts Triton's own function back.
         return lambda one, other: getattr(semantic, name)(one, tl.core._unwrap_if_constexpr(other), True)
 
     operators = {f"__{name}__": name for name in ("add", "sub", "mul")}
@@ -155,8 +155,8 @@ def _find_the_language_once() -> None:
     interpreter._patch_builtin = patch_known
 
 
-def _remember_dtypes() -> None:
-    """NumPy's dtype for one of Triton's is looked up in a table that every look-up builds."""
+def _cache_dtypes() -> None:
+    """Cache NumPy's dtype for each of Triton's: Triton builds the table anew at every look-up."""
     look_up = interpreter._get_np_dtype
     known: dict[str, np.dtype[Any]] = {}
 
@@ -169,8 +169,8 @@ def _remember_dtypes() -> None:
     interpreter._get_np_dtype = remembered
 
 
-def _look_for_overflow_where_it_is_told() -> None:
-    """Every sum and product of integers is computed again in 64 bits for an assertion that only debug mode makes."""
+def _check_overflow_in_debug_mode() -> None:
+    """Skip the check of integer overflow outside of debug mode: Triton computes it in 64 bits, and drops it."""
     look = TritonSemantic.binary_op_sanitize_overflow_impl
 
     def look_if_told(semantic: Any, *operands: Any) -> None:
@@ -180,8 +180,8 @@ def _look_for_overflow_where_it_is_told() -> None:
     TritonSemantic.binary_op_sanitize_overflow_impl = look_if_told
 
 
-def _remember_the_largest_elements() -> None:
-    """Every value asks its type for the bits of an element, to see that its array has no more."""
+def _cache_element_widths() -> None:
+    """Cache how wide elements may be: every value checks that those of its array are not wider."""
     make = interpreter.TensorHandle.__init__
     known: dict[str, int] = {}
 
@@ -195,18 +195,18 @@ def _remember_the_largest_elements() -> None:
     interpreter.TensorHandle.__init__ = make_known
 
 
-def _leave_what_is_wrapped_in_nothing() -> None:
-    """Every operation asks each of its operands whether it is a constexpr, or a list of some."""
+def _return_plain_values() -> None:
+    """Return plain values at once: every operation tries to unwrap each operand as a constexpr or a list of some."""
     unwrap = tl.core._unwrap_if_constexpr
     plain = frozenset({tl.tensor, tl.dtype, tl.block_type, bool, int, float, str, type(None)})
     tl.core._unwrap_if_constexpr = lambda value: value if type(value) in plain else unwrap(value)
 
 
-def _remember_shapes() -> None:
-    """A block's type and each of its values wrap, check and multiply its shape anew; there are few shapes."""
+def _cache_shapes() -> None:
+    """Cache what every type and value of a block derives from its shape; there are few shapes."""
     make_type, make_value = tl.block_type.__init__, tl.tensor.__init__
     of_types: dict[tuple[int, ...], tuple[Any, Any, str]] = {}
-    # By the identity of a shape that is in of_types, and so never another's.
+    # Keyed by id, which is not reused: the shapes in of_types are kept.
     of_values: dict[int, tuple[Any, Any]] = {}
     scalar = None
 

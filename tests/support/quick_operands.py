@@ -1,4 +1,4 @@
-"""What Triton's interpreter does to the operands of every operation, in few steps where the outcome is known."""
+"""Shortcuts for the operands of interpreted operations, where the result of Triton's checks is known."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 
 Builder = interpreter.InterpreterBuilder
-# What Triton has in the places that are patched here.
+# Triton's own functions, which the patches here replace.
 OF_TRITON = [
     (owner, name, getattr(owner, name))
     for owner, name in (
@@ -30,11 +30,11 @@ OF_TRITON = [
     )
     if hasattr(owner, name)
 ]
-# So many elements of constants are kept at the most: of a small block, and in all blocks together.
+# The most elements of cached constants: of one block, and of all blocks together.
 _SMALL, _KEPT = 4096, 2**22
 
 
-def hurry() -> None:
+def speed_up() -> None:
     """Patch what is slow, in the releases of Triton that have it."""
     if len(OF_TRITON) < 14:
         return
@@ -47,8 +47,8 @@ def hurry() -> None:
 
 
 def _compute_at_once(name: str, function: Callable[..., Any]) -> None:
-    """A sum, difference or product asks for the kinds of its operands again and again, and spreads both over the shape
-    of the result, which NumPy does by itself."""
+    """Compute sums, differences and products directly: Triton checks the operands' types several times, and broadcasts
+    both, which NumPy does itself."""
     compute = getattr(TritonSemantic, name)
 
     def compute_known(semantic: Any, one: Any, other: Any, sanitize_overflow: bool) -> Any:
@@ -75,12 +75,12 @@ def _compute_at_once(name: str, function: Callable[..., Any]) -> None:
     setattr(TritonSemantic, name, compute_known)
 
 
-# By the identities of two shapes, which are kept so that they are never another's: which of them is the result's.
+# The shape of the result, by the ids of two shapes, which are kept so that their ids are not reused.
 _joined_shapes: dict[tuple[int, int], tuple[Any, Any, Any]] = {}
 
 
 def _joined(one: Any, other: Any) -> Any:
-    """The type, with one of their elements, of what two types are spread over; None where Triton has to look."""
+    """The type that two types broadcast to, with elements of the first; None where Triton must decide."""
     if not other.is_block():
         return one
     if not one.is_block() or one.shape is other.shape:
@@ -96,7 +96,7 @@ def _joined(one: Any, other: Any) -> Any:
 
 
 def _share_constants() -> None:
-    """The same numbers are made into arrays again and again; one array serves all, as nobody writes into it."""
+    """Share the arrays of scalar constants, which nobody writes to."""
     make = TritonSemantic.scalar_constant
     known: dict[tuple[type, object, str], np.ndarray[Any, Any]] = {}
 
@@ -114,13 +114,13 @@ def _share_constants() -> None:
 
 
 def _shared(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """A write into it is an error."""
+    """The same array, to which a write is an error."""
     array.flags.writeable = False
     return array
 
 
 def _cast_integers_at_once() -> None:
-    """Most casts are of integers to wider ones, or none."""
+    """Cast integers directly, and skip casts to the same type: nearly all casts are of these."""
     cast = TritonSemantic.cast
     of_integers = {
         kind.name: np.dtype(kind.name)
@@ -142,11 +142,11 @@ def _cast_integers_at_once() -> None:
 
 
 def _convert_operands_that_differ() -> None:
-    """Most operands have one type, are a tensor and a number that its type holds, or a pointer and an offset."""
+    """Skip Triton's checks for operands of one type, a tensor and a number of its type, or a pointer and an offset."""
     convert, broadcast, equal = (
         TritonSemantic.binary_op_type_checking_impl, TritonSemantic.broadcast_impl_value, tl.dtype.__eq__,
     )  # fmt: skip
-    # The dtype that two are computed in, by their names and by whether they are divided.
+    # The dtype that two dtypes are computed in, by their names and whether they are divided.
     common: dict[tuple[str, str, bool], Any] = {}
     constants: dict[tuple[type, object, str, tuple[int, ...]], np.ndarray[Any, Any]] = {}
     kept = 0
@@ -177,7 +177,7 @@ def _convert_operands_that_differ() -> None:
         if type(lhs) is not tl.tensor or type(rhs) is not tl.tensor:
             tensor, number = (lhs, rhs) if type(lhs) is tl.tensor else (rhs, lhs)
             dtype = getattr(tensor, "dtype", None)
-            # Triton divides sixteen bits in float32.
+            # Triton divides 16-bit numbers in float32.
             usual = arithmetic_check and dtype is not None and not dtype.is_ptr()
             if usual and not (div_or_mod and _is_half(dtype)) and _holds(dtype, number):
                 made = beside(semantic, number, tensor)
@@ -205,7 +205,7 @@ def _convert_operands_that_differ() -> None:
             return (spread(semantic, one, other), other) if other.type.is_block() else (one, other)
         if not other.type.is_block():
             return one, spread(semantic, other, one)
-        # One shape is one object, see quick_interpreter.
+        # Equal shapes are one object: see quick_interpreter._cache_shapes.
         if one.type.shape is other.type.shape:
             return one, other
         kind = _joined(one.type, other.type)
@@ -234,7 +234,7 @@ _ranges: dict[str, tuple[int, int]] = {}
 
 
 def _holds(dtype: Any, number: Any) -> bool:
-    """Whether a number is one of a dtype, as Triton would make it."""
+    """Whether Triton would convert this number to this dtype."""
     if type(number) is int and dtype.is_int() and not dtype.is_bool():
         if dtype.name not in _ranges:
             _ranges[dtype.name] = dtype.get_int_min_value(), dtype.get_int_max_value()
@@ -248,7 +248,7 @@ def _is_half(dtype: Any) -> bool:
 
 
 def _compute_with_arrays() -> None:
-    """What NumPy's functions in Python and their checks take longer for than the work."""
+    """Replace NumPy's functions written in Python, whose checks take longer than the work."""
     compute, point, retyped = Builder.binary_op, Builder.create_addptr, tl.block_type.with_element_ty
     widths: dict[str, int] = {}
     bytes_of: dict[str, int] = {}

@@ -1,13 +1,12 @@
-"""Which tests run here, said in a few lines: what needs something that is missing is left out, and counted by reason.
+"""Selects the tests that run here, and counts those that are left out by reason.
 
-``make test`` runs every test, and of two kinds of tests less than there is. ``FUSEDLAYERS_TEST_FULL=1``, which
-``make test-full`` sets, runs all of both:
+``make test`` samples two kinds of tests; ``FUSEDLAYERS_TEST_FULL=1``, which ``make test-full`` sets, runs all of both:
 
 - ``pytest.mark.sampled`` on a test of many parameters: a sample in which every value of every parameter occurs, or,
   with ``sampled(together=2)``, every pair of values of two parameters.
-- ``pytest.mark.full``: what takes long and proves at more sizes, or on more models, what others prove already.
+- ``pytest.mark.full``: long tests that prove at more sizes, or on more models, what other tests prove.
 
-A GPU is quick enough for all: there the tests that need one are never fewer.
+Tests that need a GPU are never sampled: a GPU is quick enough for all of them.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ import pytest
 
 FULL = os.environ.get("FUSEDLAYERS_TEST_FULL", "0") == "1"
 NOT_FULL = "exhaustive, for make test-full"
-# By reason: how many tests this process left out, or, under xdist, a worker, of which all leave out the same.
+# The number of tests left out, by reason. Under xdist it is a worker's: all workers leave out the same tests.
 _LEFT_OUT = pytest.StashKey[dict[str, int]]()
 
 
