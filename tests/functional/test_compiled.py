@@ -33,6 +33,13 @@ pytestmark = [
 ]
 BACKENDS = [pytest.param("triton", marks=needs_kernels), "torch"]
 LENGTHS = (5, 6, 9, 17, 2, 33, 8, 21, 64, 3)
+# Other paths of an operation that is in CALLS: what they keep may differ, all else is that of the operation.
+SAME_OPERATION = ("wide ffn", "wide gated ffn", "recomputed ffn", "split linear", "losses of tokens", "recomputed loss")
+
+
+def another_path(name: str, backend: str, *marks: pytest.MarkDecorator) -> object:
+    """A call and its backend. Compiling takes long, so the short run has one path of each operation."""
+    return pytest.param(name, backend, marks=[*marks, *[pytest.mark.full] * (name in SAME_OPERATION)])
 
 
 class Graphs:
@@ -83,8 +90,8 @@ def operations(name: str, backend: str) -> set[str]:
     ("name", "backend"),
     [
         # In the interpreter these take long, and are as gemm_reduce and maxsim.
-        *(pytest.param(n, "triton", marks=needs_kernels) for n in CALLS if n not in ("argmax", "packed maxsim")),
-        *((name, "torch") for name in CALLS),
+        *(another_path(n, "triton", needs_kernels) for n in CALLS if n not in ("argmax", "packed maxsim")),
+        *(another_path(name, "torch") for name in CALLS),
     ],
 )
 def test_one_graph_for_all_lengths(name: str, backend: str, graphs: Graphs, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -296,8 +303,6 @@ def test_an_error_names_the_argument(graphs: Graphs) -> None:
 
 # The last one compares all that a forward pass keeps; of experts nobody writes the rows that no token has.
 CHECKS = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
-# Other paths of an operation that is in CALLS: what they keep may differ, all else is that of the operation.
-SAME_OPERATION = ("wide ffn", "wide gated ffn", "recomputed ffn", "split linear", "losses of tokens", "recomputed loss")
 
 
 class Recorded(TorchDispatchMode):
