@@ -14,10 +14,11 @@ from __future__ import annotations
 import argparse
 import ast
 import functools
+import inspect
 import re
 from pathlib import Path
 
-from fusedlayers.functional.operation import OPERATIONS
+from fusedlayers.functional.operation import OPERATIONS, Operation
 
 ROOT = Path(__file__).resolve().parent.parent
 KERNELS = {path.stem for path in (ROOT / "kernels").iterdir()} - {"__init__", "__pycache__"}
@@ -41,8 +42,7 @@ def files(name: str, gpu: bool = False) -> list[str]:
         found |= {path for path in about_kernels if name in _imports(path)}
         # Only data lies in tuning, in files that have the names of kernels.
         built_on = {name} | {each for each in KERNELS - {"tuning"} if name in _imports(ROOT / "kernels" / each)}
-        functional = ROOT / "fusedlayers" / "functional"
-        users = {operation for operation in OPERATIONS if built_on & _imports(functional / operation)}
+        users = {each for each, operation in OPERATIONS.items() if built_on & _imports(_source(operation))}
         found |= {path for path in all_files if users & _named(path)}
     found = found or {path for path in about_kernels if re.search(rf"\b{name}\b", path.read_text())}
     return [path.relative_to(ROOT).as_posix() for path in sorted(found)]
@@ -52,6 +52,12 @@ def _named(path: Path) -> set[str]:
     """The kernels and operations in a file's name; ``linear_cross_entropy`` does not mean ``linear``, too."""
     found = {name for name in NAMES if re.search(rf"_{name}(_|$)", path.stem)}
     return {name for name in found if not any(name in other for other in found - {name})}
+
+
+def _source(operation: Operation) -> Path:
+    """The file or folder of an operation."""
+    file = Path(inspect.getfile(type(operation)))
+    return file.parent if file.stem == "__init__" else file
 
 
 @functools.cache
