@@ -36,14 +36,7 @@ from ..modules import (
 )
 from ..planning import Device, card
 from .activations import torch_module_activation
-from .blocks import (
-    FusedBlock,
-    FusedSequentialFFN,
-    FusedTransformerDecoderLayer,
-    FusedTransformerEncoderLayer,
-    ReplacedModule,
-    fused_class,
-)
+from .blocks import FusedBlock, FusedSequentialFFN
 from .expert_ffns import ExpertsFFN, find_experts, implementation, is_experts
 from .experts import FusedExperts, experts_class, why_class_stays
 from .experts_interface import IMPLEMENTATION, register_experts
@@ -53,20 +46,19 @@ from .heads import FusedLossHead, find_head, head_class, heads_of, why_head_left
 from .heads import why_class_stays as why_model_stays
 from .linears import FusedSplitKLinear
 from .norms import FusedNorm, why_norm_left
-from .patterns import Patterns
+from .patterns import ALREADY_FUSED, Patterns
 from .reading.sizes import widths
 from .recognising_norms import Norm, may_be_norm, recognise_norm
 from .report import Entry, Report
 from .rules import FFNRule, LinearRule
 from .saving import facts_of_experts, facts_of_ffn, facts_of_head, facts_of_norm, why_no_kernels_for_linear
 from .signatures import signature
+from .swapping import ReplacedModule, fused_class
 
 __all__ = [
     "Entry",
     "FFNRule",
     "FusedSequentialFFN",
-    "FusedTransformerDecoderLayer",
-    "FusedTransformerEncoderLayer",
     "LinearRule",
     "Report",
     "register_experts",
@@ -76,8 +68,6 @@ __all__ = [
 ]
 
 _log = logging.getLogger(__name__)
-
-_ALREADY = "already fused"
 
 
 class _Found:
@@ -185,7 +175,7 @@ def replace(
     report = Report(tuple(found.replaced), tuple(found.skipped), dry_run, on)
     fused_before = any(issubclass(kind, (ReplacedModule, FusedFFN, SplitKLinear)) for kind in classes)
     # Experts with experts_implementation="fusedlayers" are fused, but keep their own class.
-    fused_before = fused_before or any(entry.reason == _ALREADY for entry in found.skipped)
+    fused_before = fused_before or any(entry.reason == ALREADY_FUSED for entry in found.skipped)
     if not found.changes and not fused_before:
         if strict:
             raise ValueError(f"model: nothing in it can be replaced\n{report}")
@@ -265,7 +255,7 @@ def _replace_ffns(model: nn.Module, patterns: Patterns, found: _Found) -> set[nn
             parts |= set(module.children())
         if reason is not None or fused is None:
             continue
-        ffns = fused.find_ffn_pieces(module)
+        ffns, rule = fused.find_ffn_pieces(module), patterns.rule_of_user(module)
         if any(isinstance(pieces, str) for pieces in ffns.values()):
             # float32 adapters beside 16-bit weights are fused only under autocast, which only a training step enters.
             with autocast_on_its_device(module):
@@ -276,7 +266,7 @@ def _replace_ffns(model: nn.Module, patterns: Patterns, found: _Found) -> set[nn
             else:
                 facts = facts_of_ffn(pieces, patterns.recompute, found.on, patterns.precision)
                 bits = in_bits(pieces, patterns.recompute, patterns.precision, found.on)
-                trusted = ", as a trusted rule says" if patterns.trusts(module) else ""
+                trusted = ", as a trusted rule says" if rule is not None and rule.trusted else ""
                 found.change(path, module, fused, f"{linears}: {_description(pieces)}{bits}{trusted}", *facts)
         parts |= _linears(ffns)
         if not ffns and sum(widths(child) is not None for child in module.children()) > 1:
@@ -301,7 +291,7 @@ def _replace_experts(model: nn.Module, recompute: Literal["auto"] | bool | int, 
         if not is_experts(module):
             continue
         if isinstance(module, FusedExperts) or implementation(module) == IMPLEMENTATION:
-            found.skip(path, module, _ALREADY)
+            found.skip(path, module, ALREADY_FUSED)
             continue
         ffn: ExpertsFFN | str | None = why_class_stays(module)
         if ffn is None:
@@ -331,7 +321,7 @@ def _replace_linears(
                     found.change(path, module, *linear_in_8_bits(module, precision, found.on))
             continue
         idle = [other for other in idle if other is not rule]
-        reason = _ALREADY if isinstance(module, SplitKLinear) else why_not_plain(module)
+        reason = ALREADY_FUSED if isinstance(module, SplitKLinear) else why_not_plain(module)
         if module in parts:
             reason = "is part of a fused FFN"
         if reason is not None:
@@ -348,7 +338,7 @@ def _replace_heads(model: nn.Module, found: _Found) -> None:
     """Find the models whose loss can be computed without logits."""
     for path, module in model.named_modules():
         if isinstance(module, FusedLossHead):
-            found.skip(path, module, _ALREADY)
+            found.skip(path, module, ALREADY_FUSED)
         if isinstance(module, ReplacedModule) or module in found.changes or (name := find_head(module)) is None:
             continue
         reason = why_model_stays(module) or why_head_left(module, name)
@@ -368,7 +358,7 @@ def _replace_norms(model: nn.Module, found: _Found) -> None:
     alike: dict[Hashable, Norm | str | None] = {}
     for path, module in model.named_modules():
         if isinstance(module, FusedNorm):
-            found.skip(path, module, _ALREADY)
+            found.skip(path, module, ALREADY_FUSED)
         if isinstance(module, ReplacedModule) or not may_be_norm(module):
             continue
         key = signature(module, set())

@@ -1,11 +1,11 @@
-"""Mixins of the classes that `replace` gives to blocks described by a rule."""
+"""The classes of blocks whose FFN is described by a rule: the whole forward, or a part of a method."""
 
 from __future__ import annotations
 
 import functools
 import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -18,24 +18,30 @@ from ..modules import (
     kept,
     outside_of_traces,
     say_once,
+    traceable,
     traced_dropout_p,
     traced_ffn,
     why_not_now,
 )
-from .activations import torch_module_activation
-from .blocks import OWN_FORWARD, FusedOneFFN, restored_method, try_fused
+from .activations import torch_module_activation, watched_options
+from .blocks import FusedBlock, try_fused
 from .conditions import attribute
-from .finding import find_by_rule
+from .finding import find_by_rule, identities, next_children
 from .reading.rewriting import edited
 from .reading.values import ABSENT
-from .rules import FoundRule
+from .rules import FFNRule, FoundRule
+from .swapping import OWN_FORWARD, restored_method
 
 # (path, value) of attributes.
 _Watched = tuple[tuple[str, Any], ...]
 
 
-class FusedByRule(FusedOneFFN):
+class FusedByRule(FusedBlock):
     """Mixin of the classes made for rules: ``class Fused<Name>(FusedByRule, <Name>)``."""
+
+    fused_rule: ClassVar[FFNRule]
+    # Whether the block is the FFN and nothing else.
+    fused_whole: ClassVar[bool] = False
 
     @classmethod
     def find_ffn_pieces(cls, module: nn.Module) -> dict[str, FFNPieces | str]:
@@ -43,6 +49,19 @@ class FusedByRule(FusedOneFFN):
         gated = attribute(module, rule.gate) is not None
         linears = (rule.up, rule.gate, rule.down) if rule.gate is not None and gated else (rule.up, rule.down)
         return {", ".join(linears): cls.why_fused_class_changed() or find_by_rule(module, rule)}
+
+    def find_ffn(self) -> FFNPieces | str:
+        """The FFN, or why it cannot be fused; cached by the block."""
+        [found] = self.find_ffn_pieces(self).values()
+        if isinstance(found, FFNPieces):
+            rule = self.fused_rule
+            options = dict(rule.conditions.options)
+            options |= {f"{rule.activation_path}.{name}": None for name in watched_options(found.original)}
+            names = (*rule.parts(), rule.output_dropout, "training", *dict(rule.holders), *options)
+            if self.fused_whole:
+                names += (*identities(self, rule), *next_children(self, rule))
+            self.keep_found(found, [name for name in names if name is not None], [found], whole=self.fused_whole)
+        return found
 
     def has_changed(self, watched: _Watched) -> bool:
         """Whether any of these attributes has changed; Dynamo guards what it reads here.
@@ -68,24 +87,29 @@ class FusedByRule(FusedOneFFN):
     def run_as_one_ffn(self, x: Any) -> Tensor | None:
         """The FFN of x, or None if its parts must be called."""
         if is_dynamo_compiling():
-            facts, path, is_module, watched = self.traceable_block()
+            facts, path, is_module, watched = self.traceable_ffn()
             if facts is None or self.has_changed(watched):
                 return None
             y = traced_ffn(self, facts, x, None, None)
             return y if y is None or path is None else F.dropout(y, traced_dropout_p(self, path, is_module))
         found = kept(self) or self.find_ffn()
         y = try_fused(self, found, x)
-        p = found.output_dropout_p if isinstance(found, FFNPieces) else 0.0
+        p = found.output_dropout_p if self.fused_whole and isinstance(found, FFNPieces) else 0.0
         return F.dropout(y, p) if y is not None and p else y
 
     @outside_of_traces
-    def traceable_block(self) -> tuple[tuple[Any, ...] | None, str | None, bool, _Watched]:
+    def traceable_ffn(self) -> tuple[tuple[Any, ...] | None, str | None, bool, _Watched]:
         """What a traced call treats as constants: the FFN's facts; the path of the dropout after it, and whether that
         is a module; the attributes to watch."""
-        rule = self.fused_rule
-        path = rule.output_dropout
-        is_module = isinstance(attribute(self, path), nn.Module)
-        return self.traceable_ffn(), path, is_module, rule.conditions.options
+        rule, [found] = self.fused_rule, self.find_ffn_pieces(self).values()
+        facts = traceable(
+            self, found, up=rule.up, down=rule.down, gate=rule.gate,
+            activation=None if attribute(self, rule.activation_path) is None else rule.activation_path,
+            dropout=rule.dropout, recompute=self.fused_recompute, precision=self.fused_precision,
+        )  # fmt: skip
+        # A method that holds the FFN applies that dropout itself.
+        path = rule.output_dropout if self.fused_whole else None
+        return facts, path, isinstance(attribute(self, path), nn.Module), rule.conditions.options
 
 
 class FusedWholeBlock(FusedByRule):
@@ -157,7 +181,7 @@ class FusedInside(FusedByRule):
     def is_fused_now(self) -> bool:
         """Whether the method runs with the FFN as one operation."""
         if is_dynamo_compiling():
-            facts, _, _, watched = self.traceable_block()
+            facts, _, _, watched = self.traceable_ffn()
             return facts is not None and not self.has_changed(watched)
         # Checks the children that hold the parts, too: they would not be called.
         found = why_not_now() or kept(self) or self.find_ffn()

@@ -13,9 +13,9 @@ from torch.compiler import is_dynamo_compiling
 from ..functional import moe_ffn
 from ..modules import outside_of_traces, say_once, why_not_now
 from .activations import watched_options
-from .blocks import OWN_FORWARD, ReplacedModule, fused_class
 from .expert_ffns import ExpertsFFN, eager_forward, why_not_as_found
 from .reading.values import PLAIN
+from .swapping import OWN_FORWARD, ReplacedModule, fused_class
 
 # Constants of a traced call: names, formula, activation, its options, other options.
 Facts = tuple[Any, ...]

@@ -131,10 +131,13 @@ def find_by_rule(block: nn.Module, rule: FFNRule) -> FFNPieces | str:
         reason = why_not_whole(block, rule)
     if reason is not None:
         return reason
-    p = output_dropout_p(block, rule)
-    return p if isinstance(p, str) else find_ffn(
-        up, down, gate, activation, dropout, block.training, p, rule.gate_rows
-    )  # fmt: skip
+    after = dropout_p("output dropout", attribute(block, rule.output_dropout), block.training)
+    if isinstance(after, str):
+        if rule.inside is None:
+            return after
+        # The method calls this module, whatever it is; its probability is only for the report.
+        after = 0.0
+    return find_ffn(up, down, gate, activation, dropout, block.training, after, rule.gate_rows)
 
 
 def identities(block: nn.Module, rule: FFNRule) -> tuple[str, ...]:
@@ -180,8 +183,3 @@ def why_not_held(block: nn.Module, rule: FFNRule) -> str | None:
         if reason := why_must_be_called(holder):
             return f"its {name} {reason}"
     return None
-
-
-def output_dropout_p(block: nn.Module, rule: FFNRule) -> float | str:
-    """The probability of the dropout after ``down``, or why it must be called."""
-    return dropout_p("output dropout", attribute(block, rule.output_dropout), block.training)

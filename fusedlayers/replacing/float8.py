@@ -16,10 +16,10 @@ from ..functional.precision import WORD
 from ..modules import FFNPieces, linear_weight, why_not_plain
 from ..planning import Device
 from ..planning.float8 import why_narrow, why_uneven
-from .blocks import fused_class
 from .linears import FusedSplitKLinear
 from .rules import LinearRule
 from .saving import why_in_16_bits, why_no_kernels_for_linear
+from .swapping import fused_class
 
 
 def in_bits(

@@ -20,7 +20,6 @@ from torch.compiler import is_dynamo_compiling
 from ..functional.call import traced, transformed
 from ..functional.linear_cross_entropy import LINEAR_CROSS_ENTROPY, linear_cross_entropy
 from ..modules import LinearCrossEntropyLoss, class_name, outside_of_traces, say_once, why_not_now, why_not_plain
-from .blocks import OWN_FORWARD, ReplacedModule, fused_class
 from .causal_loss import IGNORED, PARAMETERS, divided, shifted, why_other_loss
 from .lazy_logits import LazyLogits
 from .logits import NO_LOGITS, Logits, computed
@@ -28,6 +27,7 @@ from .looking import Looks
 from .reading.sources import codes_in
 from .reading.values import NotUnderstood
 from .saving import facts_of_head
+from .swapping import OWN_FORWARD, ReplacedModule, fused_class
 
 # What a model does when it cannot leave its logits uncomputed, and why.
 _COMPUTES = "computes its logits"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from ..modules import SplitKLinear, say_once, why_patched
-from .blocks import OWN_FORWARD, ReplacedModule, restored_method
+from .swapping import OWN_FORWARD, ReplacedModule, restored_method
 
 
 class FusedSplitKLinear(ReplacedModule, SplitKLinear):

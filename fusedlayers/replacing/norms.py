@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 
 from ..modules import class_name, is_plain_now, say_once, why_not_now
-from .blocks import OWN_FORWARD, ReplacedModule
 from .recognising_norms import DTYPES, WHY_NOT_FLOAT32, Norm
+from .swapping import OWN_FORWARD, ReplacedModule
 
 
 class FusedNorm(ReplacedModule):

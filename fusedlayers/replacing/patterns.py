@@ -1,38 +1,27 @@
-"""Which class `replace` gives to a module: by a built-in pattern, by a user's rule, or by what its source computes."""
+"""Which class `replace` gives to a module: by a rule for its class, or by what its source computes."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Hashable, Sequence
-from typing import Literal, cast
+from collections.abc import Callable, Hashable, Sequence
+from typing import Literal
 
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
 from ..modules import FFNPieces, FusedFFN, class_path, patched_method
-from .blocks import (
-    FusedBlock,
-    FusedSequentialFFN,
-    FusedTransformerDecoderLayer,
-    FusedTransformerEncoderLayer,
-    FusedTransformerLayer,
-    fused_class,
-)
+from .blocks import FusedBlock, FusedSequentialFFN
 from .by_rule import FusedInside, FusedWholeBlock
 from .finding import find_runs
 from .heads import FusedLossHead
-from .known_rules import KNOWN_RULES
 from .recognising import checked, recognise
-from .rules import FFNRule
+from .rules import KNOWN_RULES, FFNRule
 from .signatures import signature
+from .swapping import fused_class
 from .unnamed import why_unnamed
 
-_BUILT_IN: dict[type[nn.Module], type[FusedBlock]] = {
-    nn.Sequential: FusedSequentialFFN,
-    nn.TransformerEncoderLayer: FusedTransformerEncoderLayer,
-    nn.TransformerDecoderLayer: FusedTransformerDecoderLayer,
-}
+ALREADY_FUSED = "already fused"
 
 
 def _are_of_one_class(rule: FFNRule, other: FFNRule) -> bool:
@@ -43,8 +32,12 @@ def _are_of_one_class(rule: FFNRule, other: FFNRule) -> bool:
     return rule.class_path == other.class_path
 
 
+def _is_of_torch(kind: type[nn.Module]) -> bool:
+    return kind.__module__.startswith("torch.nn.")
+
+
 class Patterns:
-    """The built-in patterns, the user's rules, and what the sources of other modules compute.
+    """The rules of the user and the library, and what the sources of other modules compute.
 
     Ask about the innermost modules first: the linears of one FFN are not part of another.
 
@@ -62,9 +55,7 @@ class Patterns:
         # What modules of equal signature compute, and what each module computes.
         self._alike: dict[Hashable, FFNRule | str | None] = {}
         self._found: dict[nn.Module, FFNRule | str | None] = {}
-        # Modules whose rule contradicts their source -> what the source computes.
-        self._refused: dict[nn.Module, str] = {}
-        known = {class_path(kind) for kind in _BUILT_IN}
+        known = {class_path(nn.Sequential), *KNOWN_RULES}
         for rule in rules:
             kind = rule.module_class
             needless = isinstance(kind, type) and issubclass(kind, (FusedBlock, FusedFFN))
@@ -74,64 +65,52 @@ class Patterns:
                 raise ValueError(f"rules: {name} needs no rule, or has one already")
             self.rules[kind] = rule
 
+    def rule_of_user(self, module: nn.Module) -> FFNRule | None:
+        """The user's rule for exactly the class of a module."""
+        kind = type(module)
+        return self.rules.get(kind) or self.rules.get(class_path(kind))
+
     def rule_for(self, module: nn.Module) -> FFNRule | None:
         """The rule for a module: the user's or ours for exactly its class, or one read from its source."""
-        if rule := KNOWN_RULES.get(class_path(type(module))):
-            return rule
-        found = self._recognised(module)
+        found = self.found(module)
         return found if isinstance(found, FFNRule) else None
 
-    def trusts(self, module: nn.Module) -> bool:
-        """Whether a user's rule for the module is trusted without reading its source."""
-        rule = self._rule_of_the_user(type(module))
-        return rule is not None and rule.trusted
-
-    def _recognised(self, module: nn.Module) -> FFNRule | str | None:
-        """What a module computes, or why it is left; None: nothing to report."""
+    def found(self, module: nn.Module) -> FFNRule | str | None:
+        """The rule for a module, or why it is left; None: nothing to report."""
         if module not in self._found:
-            self._found[module] = self._recognise(module)
+            self._found[module] = self._find(module)
         return self._found[module]
 
-    def _recognise(self, module: nn.Module) -> FFNRule | str | None:
-        kind = type(module)
-        if rule := self._rule_of_the_user(kind):
-            return rule if rule.trusted and rule.inside is None else self._checked(module, rule)
-        of_torch = kind.__module__.startswith("torch.nn.") and kind is not nn.Sequential
+    def _find(self, module: nn.Module) -> FFNRule | str | None:
+        kind, given = type(module), self.rule_of_user(module)
+        if (rule := given or KNOWN_RULES.get(class_path(kind))) is not None:
+            if rule.trusted and rule.inside is None:
+                return rule
+            found = self._once(signature(module, set()), lambda: checked(module, rule))
+            return f"its FFNRule is refused: {found}" if given and isinstance(found, str) else found
+        of_torch = _is_of_torch(kind) and kind is not nn.Sequential
         known = isinstance(module, (FusedBlock, FusedFFN, FusedLossHead, torch.jit.ScriptModule))
         if of_torch or known or kind.forward is nn.Module.forward or not module._modules:
             return None
         if any(map(is_lazy, (*module.parameters(), *module.buffers()))):
             return "its sizes are not known before its first call"
-        key = signature(module, self.taken)
+        return self._once(signature(module, self.taken), lambda: recognise(module, self.taken))
+
+    def _once(self, key: Hashable, find: Callable[[], FFNRule | str | None]) -> FFNRule | str | None:
         if key not in self._alike:
-            self._alike[key] = recognise(module, self.taken)
+            self._alike[key] = find()
         return self._alike[key]
-
-    def _checked(self, module: nn.Module, rule: FFNRule) -> FFNRule | str:
-        key = signature(module, set())
-        if key not in self._alike:
-            self._alike[key] = checked(module, rule)
-        found = self._alike[key]
-        if not isinstance(found, str):
-            return cast(FFNRule, found)
-        self._refused[module] = reason = f"its FFNRule is refused: {found}"
-        return reason
-
-    def _rule_of_the_user(self, kind: type[nn.Module]) -> FFNRule | None:
-        return self.rules.get(kind) or self.rules.get(class_path(kind))
 
     def fused_class(self, module: nn.Module) -> type[FusedBlock] | None:
         """The class to give to ``module``, or None."""
-        kind = type(module)
-        built_in = _BUILT_IN.get(kind)
-        if built_in is not None and not (kind is nn.Sequential and self.is_one_ffn(module)):
-            if self.recompute == built_in.fused_recompute and self.precision is None:
-                return built_in
-            return fused_class(built_in, kind, fused_recompute=self.recompute, fused_precision=self.precision)
+        kind, options = type(module), {"fused_recompute": self.recompute, "fused_precision": self.precision}
+        if kind is nn.Sequential and not self.is_one_ffn(module):
+            if options == {name: getattr(FusedSequentialFFN, name) for name in options}:
+                return FusedSequentialFFN
+            return fused_class(FusedSequentialFFN, kind, **options)
         if (rule := self.rule_for(module)) is None:
             return None
         mixin = FusedWholeBlock if rule.inside is None else FusedInside
-        options = {"fused_recompute": self.recompute, "fused_precision": self.precision}
         return fused_class(mixin, kind, fused_rule=rule, **options)
 
     def is_one_ffn(self, sequential: nn.Module) -> bool:
@@ -145,18 +124,16 @@ class Patterns:
 
     def why_class_stays(self, block: nn.Module, fused: type[FusedBlock]) -> str | None:
         """Why the block itself, apart from its children, cannot get the class ``fused``; or None."""
-        methods = ["forward", "_ff_block"] if issubclass(fused, FusedTransformerLayer) else ["forward"]
-        rule = self.rule_for(block)
+        methods, rule, of_torch = ["forward"], self.rule_for(block), _is_of_torch(type(block))
         if rule is not None and rule.inside is not None:
             if not callable(getattr(type(block), rule.inside, None)):
                 return f"has no method {rule.inside!r}, which the rule names"
             methods.append(rule.inside)
-        # With a rule the methods may be patched: it is trusted, or was read from the patched methods.
-        believed = rule is not None
         for method in methods:
             if method in vars(block):
                 return f"has a {method} of its own, set on the instance"
-            if not believed and (patch := patched_method(type(block), method)) is not None:
+            # Methods of other classes may be patched: what they are now was read, or is trusted.
+            if of_torch and (patch := patched_method(type(block), method)) is not None:
                 return f"has another {method} than its class was written with: {patch}"
         if issubclass(fused, FusedWholeBlock):
             _, *parameters = inspect.signature(type(block).forward).parameters.values()
@@ -167,17 +144,16 @@ class Patterns:
 
     def why_left(self, module: nn.Module) -> str | None:
         """The reason to report for a module that is left, or None."""
-        if isinstance(module, FusedBlock) and module.fused_recompute != self.recompute:
-            return f"already fused, with recompute={module.fused_recompute!r}; restore it first to change that"
-        if isinstance(module, FusedBlock) and module.fused_precision != self.precision:
-            return f"already fused, with precision={module.fused_precision!r}; restore it first to change that"
-        if isinstance(module, FusedBlock) and (reason := module.why_fused_class_changed()):
-            return f"already fused, but calls its own forward: {reason}"
+        if isinstance(module, FusedBlock):
+            for name, wanted in (("recompute", self.recompute), ("precision", self.precision)):
+                if (value := getattr(module, f"fused_{name}")) != wanted:
+                    return f"{ALREADY_FUSED}, with {name}={value!r}; restore it first to change that"
+            if reason := module.why_fused_class_changed():
+                return f"{ALREADY_FUSED}, but calls its own forward: {reason}"
         if isinstance(module, FusedFFN) and self.precision not in (None, module.precision):
-            return f"already fused, with precision={module.precision!r}, an attribute of it"
+            return f"{ALREADY_FUSED}, with precision={module.precision!r}, an attribute of it"
         if isinstance(module, (FusedBlock, FusedFFN)):
-            return "already fused"
-        found = self._recognised(module)
-        if module in self._refused:
-            return self._refused[module]
-        return why_unnamed(module, self.taken, found if isinstance(found, str) else None)
+            return ALREADY_FUSED
+        found = self.found(module)
+        reason = found if isinstance(found, str) else None
+        return reason if reason and self.rule_of_user(module) else why_unnamed(module, self.taken, reason)

@@ -147,6 +147,9 @@ def checked(block: nn.Module, rule: FFNRule) -> FoundRule | str:
     said = _parts_of(block, rule)
     for each in found:
         read = _parts_of(block, each)
+        if rule.inside is not None:
+            # The method applies the dropout of the result; it is no part of the FFN that is read.
+            read["output_dropout"] = said["output_dropout"]
         # A trusted rule may describe the hidden differently.
         if read == said or (rule.trusted and all(read[name] == said[name] for name in ("up", "gate", "down"))):
             is_formula = each.is_formula and attribute(block, rule.activation) is None

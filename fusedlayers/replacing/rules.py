@@ -1,4 +1,5 @@
-"""A user's rules for `replace`, as data: which attributes form a class's FFN, and which linears use split-K."""
+"""Rules, as data: which attributes form a class's FFN, and which linears use split-K; the user's, and those of the
+library."""
 
 from __future__ import annotations
 
@@ -146,6 +147,39 @@ class FoundRule(FFNRule):
 
     def __post_init__(self) -> None:
         """Nothing to check: the values were read, not given by a user."""
+
+
+def _liger(
+    kind: str,
+    activation: str,
+    gate: str | None = "gate_proj",
+    up: str = "up_proj",
+    down: str = "down_proj",
+    gate_rows: str | None = None,
+) -> FFNRule:
+    path = f"liger_kernel.transformers.{kind}"
+    return FFNRule(path, up=up, gate=gate, gate_rows=gate_rows, down=down, activation=activation, trusted=True)
+
+
+# Liger-Kernel's blocks call custom kernels, so their source does not show the formula. Its Falcon H1 block scales
+# inside the FFN, and its tiled blocks are meant to run tile by tile: these have no rule and are called as they are.
+LIGER_RULES = (
+    _liger("swiglu.LigerSwiGLUMLP", "silu"),
+    _liger("swiglu.LigerSwiGLUMLPForMuseGlimmer", "silu"),
+    _liger("swiglu.LigerQwen3MoeSwiGLUMLP", "silu"),
+    _liger("swiglu.LigerHunyuanV1SwiGLUMLP", "silu"),
+    _liger("swiglu.LigerBlockSparseTop2MLP", "silu", "w1", "w3", "w2"),
+    _liger("swiglu.LigerPhi3SwiGLUMLP", "silu", None, "gate_up_proj", gate_rows="first"),
+    _liger("mlp.LigerMLP", "silu"),
+    _liger("geglu.LigerGEGLUMLP", "gelu_tanh"),
+    _liger("geglu.LigerGEGLUMLPForGemma4", "gelu_tanh"),
+)
+# The methods of torch's layers are read, too.
+_TORCH_RULES = tuple(
+    FoundRule(kind, up="linear1", down="linear2", dropout="dropout", output_dropout=after, inside="_ff_block")
+    for kind, after in ((nn.TransformerEncoderLayer, "dropout2"), (nn.TransformerDecoderLayer, "dropout3"))
+)
+KNOWN_RULES: dict[str, FFNRule] = {rule.class_path: rule for rule in (*LIGER_RULES, *_TORCH_RULES)}
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,9 @@ from torch import nn
 
 import fusedlayers as fl
 from fusedlayers.closeness import assert_all_close
-from fusedlayers.replacing.known_rules import KNOWN_RULES
 from fusedlayers.replacing.norms import FusedNorm
 from fusedlayers.replacing.recognising_norms import Norm, recognise_norm
+from fusedlayers.replacing.rules import LIGER_RULES, FFNRule
 from tests.models.loss_heads import build, truth
 from tests.models.loss_heads import results as model_results
 from tests.support.ffn_blocks import results
@@ -96,13 +96,13 @@ def test_it_keeps_what_the_report_says(kind: type[nn.Module], monkeypatch: pytes
 
 
 @_of_liger
-@pytest.mark.parametrize("path", KNOWN_RULES, ids=lambda path: path.rpartition(".")[2])
-def test_liger_computes_what_the_rules_say(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("rule", LIGER_RULES, ids=lambda rule: rule.class_path.rpartition(".")[2])
+def test_liger_computes_what_the_rules_say(rule: FFNRule, monkeypatch: pytest.MonkeyPatch) -> None:
     """As close to float64 as torch's operations are: some of its kernels round less than these."""
     pytest.importorskip("liger_kernel.transformers", reason="Liger-Kernel is not installed")
     from tests.models.test_liger import known
 
-    block = known(path).to(DEVICE, torch.bfloat16)
+    block = known(rule.class_path).to(DEVICE, torch.bfloat16)
     x = torch.randn(3, 100, 24, device=DEVICE, dtype=torch.bfloat16)
     ligers = results(block, x)
     exact = copy.deepcopy(block).double()

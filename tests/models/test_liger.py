@@ -15,7 +15,7 @@ from torch import nn
 import fusedlayers as fl
 from fusedlayers.closeness import assert_all_close
 from fusedlayers.kernels.activations import ACTIVATIONS
-from fusedlayers.replacing.known_rules import KNOWN_RULES
+from fusedlayers.replacing.rules import LIGER_RULES, FFNRule
 from tests.models.small import LAYERS, WIDTH
 from tests.models.test_families import installed
 from tests.support.ffn_blocks import assert_same, pickled, results
@@ -35,12 +35,12 @@ def known(path: str) -> nn.Module:
 
 
 @pytest.mark.interpreter
-@pytest.mark.parametrize("path", KNOWN_RULES, ids=lambda path: path.rpartition(".")[2])
-def test_its_blocks_are_known(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("rule", LIGER_RULES, ids=lambda rule: rule.class_path.rpartition(".")[2])
+def test_its_blocks_are_known(rule: FFNRule, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing of theirs runs without a GPU: what our kernels compute is compared with the formula."""
     monkeypatch.setenv("FUSEDLAYERS_BACKEND", "triton")
-    block, x = known(path), torch.randn(3, 7, WIDTH)
-    kind, rule = type(block), KNOWN_RULES[path]
+    block, x = known(rule.class_path), torch.randn(3, 7, WIDTH)
+    kind = type(block)
 
     def formula(block: Any) -> Callable[[torch.Tensor], torch.Tensor]:
         def computed(x: torch.Tensor) -> torch.Tensor:
