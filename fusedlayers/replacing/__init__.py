@@ -15,45 +15,28 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Hashable, Sequence
-from typing import Any, Literal
+from collections.abc import Sequence
+from typing import Literal
 
 from torch import nn
 
 from ..functional.ffn.arguments import check_recompute
 from ..functional.options import checked_flag
 from ..functional.precision import Float8, precision_word
-from ..modules import (
-    FFNPieces,
-    FusedFFN,
-    SplitKLinear,
-    base_linear,
-    class_name,
-    class_path,
-    forget,
-    linear_weight,
-    why_not_plain,
-)
-from ..planning import Device, card
+from ..modules import FusedFFN, SplitKLinear, class_name, class_path, forget
+from ..planning import card
 from .activations import torch_module_activation
-from .blocks import FusedBlock, FusedSequentialFFN
-from .expert_ffns import ExpertsFFN, find_experts, implementation, is_experts
-from .experts import FusedExperts, experts_class, why_class_stays
-from .experts_interface import IMPLEMENTATION, register_experts
-from .finding import autocast_on_its_device
-from .float8 import in_bits, linear_in_8_bits, why_not_in_8_bits
-from .heads import FusedLossHead, find_head, head_class, heads_of, why_head_left
-from .heads import why_class_stays as why_model_stays
-from .linears import FusedSplitKLinear
-from .norms import FusedNorm, why_norm_left
-from .patterns import ALREADY_FUSED, Patterns
-from .reading.sizes import widths
-from .recognising_norms import Norm, may_be_norm, recognise_norm
-from .report import Entry, Report
+from .blocks import FusedSequentialFFN
+from .experts import replace_experts
+from .experts_interface import register_experts
+from .ffns import replace_ffns
+from .heads import replace_heads
+from .linears import replace_linears
+from .norms import replace_norms
+from .patterns import Patterns
+from .report import ALREADY_FUSED, Changes, Entry, Report
 from .rules import FFNRule, LinearRule
-from .saving import facts_of_experts, facts_of_ffn, facts_of_head, facts_of_norm, why_no_kernels_for_linear
-from .signatures import signature
-from .swapping import ReplacedModule, fused_class
+from .swapping import ReplacedModule
 
 __all__ = [
     "Entry",
@@ -68,25 +51,6 @@ __all__ = [
 ]
 
 _log = logging.getLogger(__name__)
-
-
-class _Found:
-    """What `replace` has collected so far: the entries of its report, and the new class of each module."""
-
-    def __init__(self, on: Device | None) -> None:
-        self.on = on  # the GPU that the report is for; None: the model's own device
-        self.replaced: list[Entry] = []
-        self.skipped: list[Entry] = []
-        self.changes: dict[nn.Module, type[ReplacedModule]] = {}
-
-    def change(self, path: str, module: nn.Module, fused: type[ReplacedModule], *facts: Any, became: str = "") -> None:
-        """Give the module the class ``fused``; ``facts`` are the fields of its `Entry` from ``reason`` on."""
-        self.replaced.append(Entry(path, type(module).__name__, became or fused.__name__, *facts))
-        self.changes[module] = fused
-
-    def skip(self, path: str, module: nn.Module, reason: str, *, is_ffn_left: bool = False) -> None:
-        """Leave the module as it is."""
-        self.skipped.append(Entry(path, type(module).__name__, None, reason, is_ffn_left=is_ffn_left))
 
 
 def replace(
@@ -158,32 +122,32 @@ def replace(
     ffn_rules, linear_rules = _checked(rules)
     if on is not None and not dry_run:
         raise ValueError(f"on={on!r} tells what another GPU would do: expected dry_run=True with it")
-    found = _Found(None if on is None else card(on))
-    parts = _replace_ffns(model, Patterns(ffn_rules, recompute, precision), found)
-    _replace_experts(model, recompute, found)
-    _replace_linears(model, linear_rules, parts, precision, found)
+    changes = Changes(None if on is None else card(on))
+    in_ffns = replace_ffns(model, Patterns(ffn_rules, recompute, precision), changes)
+    replace_experts(model, recompute, changes)
+    replace_linears(model, linear_rules, in_ffns, precision, changes)
     if loss:
-        _replace_heads(model, found)
+        replace_heads(model, changes)
     if norm:
-        _replace_norms(model, found)
+        replace_norms(model, changes)
     classes = {type(module) for module in model.modules()}
     paths = {class_path(getattr(kind, "fused_from", kind)) for kind in classes}
     for rule in ffn_rules:
         if rule.class_path not in paths:
             name = rule.class_path.rpartition(".")[2]
-            found.skipped.append(Entry("(rules)", name, None, "no module is exactly of this class"))
-    report = Report(tuple(found.replaced), tuple(found.skipped), dry_run, on)
+            changes.skipped.append(Entry("(rules)", name, None, "no module is exactly of this class"))
+    report = Report(tuple(changes.replaced), tuple(changes.skipped), dry_run, on)
     fused_before = any(issubclass(kind, (ReplacedModule, FusedFFN, SplitKLinear)) for kind in classes)
     # Experts with experts_implementation="fusedlayers" are fused, but keep their own class.
-    fused_before = fused_before or any(entry.reason == ALREADY_FUSED for entry in found.skipped)
-    if not found.changes and not fused_before:
+    fused_before = fused_before or any(entry.reason == ALREADY_FUSED for entry in changes.skipped)
+    if not changes.classes and not fused_before:
         if strict:
             raise ValueError(f"model: nothing in it can be replaced\n{report}")
         warnings.warn(f"nothing was replaced\n{report}", stacklevel=2)
-    if strict and any(entry.is_ffn_left for entry in found.skipped):
+    if strict and any(entry.is_ffn_left for entry in changes.skipped):
         raise ValueError(f"model: FFNs of it would not be fused\n{report}")
     if not dry_run:
-        for module, fused in found.changes.items():
+        for module, fused in changes.classes.items():
             _set_class(module, fused)
     _log.info("%s", report)
     return report
@@ -229,157 +193,3 @@ def _checked(rules: Sequence[FFNRule | LinearRule]) -> tuple[list[FFNRule], list
         [rule for rule in rules if isinstance(rule, FFNRule)],
         [rule for rule in rules if isinstance(rule, LinearRule)],
     )
-
-
-def _replace_ffns(model: nn.Module, patterns: Patterns, found: _Found) -> set[nn.Module]:
-    """Decide what becomes of every block with an FFN; returns the linears that are part of an FFN."""
-    parts = patterns.taken
-    # Innermost modules first; the report goes the other way. Lists of modules last: their owner may call them.
-    inwards = list(model.named_modules())[::-1]
-    order = {path: -place for place, (path, _) in enumerate(inwards)}
-    for path, module in sorted(inwards, key=lambda each: isinstance(each[1], (nn.ModuleList, nn.ModuleDict))):
-        if is_experts(module):
-            continue
-        try:
-            fused = patterns.fused_class(module)
-        except Exception as error:  # a metaclass may refuse with any exception
-            underivable = f"no class can be derived from its own: {error}"
-            found.skip(path, module, underivable, is_ffn_left=True)
-            continue
-        reason = patterns.why_left(module) if fused is None else patterns.why_class_stays(module, fused)
-        if reason is not None:
-            found.skip(path, module, reason, is_ffn_left=not isinstance(module, (FusedBlock, FusedFFN)))
-        if isinstance(module, FusedBlock):
-            parts |= _linears(module.find_ffn_pieces(module))
-        if isinstance(module, FusedFFN):
-            parts |= set(module.children())
-        if reason is not None or fused is None:
-            continue
-        ffns, rule = fused.find_ffn_pieces(module), patterns.rule_of_user(module)
-        if any(isinstance(pieces, str) for pieces in ffns.values()):
-            # float32 adapters beside 16-bit weights are fused only under autocast, which only a training step enters.
-            with autocast_on_its_device(module):
-                ffns = fused.find_ffn_pieces(module)
-        for linears, pieces in ffns.items():
-            if isinstance(pieces, str):
-                found.skip(path, module, f"{linears}: {pieces}", is_ffn_left=True)
-            else:
-                facts = facts_of_ffn(pieces, patterns.recompute, found.on, patterns.precision)
-                bits = in_bits(pieces, patterns.recompute, patterns.precision, found.on)
-                trusted = ", as a trusted rule says" if rule is not None and rule.trusted else ""
-                found.change(path, module, fused, f"{linears}: {_description(pieces)}{bits}{trusted}", *facts)
-        parts |= _linears(ffns)
-        if not ffns and sum(widths(child) is not None for child in module.children()) > 1:
-            found.skip(path, module, "no two of its linears have just an activation and a dropout between")
-    for entries in (found.replaced, found.skipped):
-        entries.reverse()
-        entries.sort(key=lambda entry: order[entry.path])
-    return parts
-
-
-def _linears(found: dict[str, FFNPieces | str]) -> set[nn.Module]:
-    """The linears of these FFNs, and those that adapters wrap."""
-    pieces = [ffn for ffn in found.values() if isinstance(ffn, FFNPieces)]
-    linears = {linear for ffn in pieces for linear in (ffn.up, ffn.gate, ffn.down) if linear is not None}
-    return linears | {base_linear(linear) for linear in linears}
-
-
-def _replace_experts(model: nn.Module, recompute: Literal["auto"] | bool | int, found: _Found) -> None:
-    """Find mixture-of-experts modules, whose weights are stacked."""
-    alike: dict[Hashable, ExpertsFFN | str] = {}
-    for path, module in model.named_modules():
-        if not is_experts(module):
-            continue
-        if isinstance(module, FusedExperts) or implementation(module) == IMPLEMENTATION:
-            found.skip(path, module, ALREADY_FUSED)
-            continue
-        ffn: ExpertsFFN | str | None = why_class_stays(module)
-        if ffn is None:
-            key = signature(module, set())
-            ffn = alike[key] = alike.get(key) or find_experts(module)
-        if isinstance(ffn, str):
-            found.skip(path, module, f"experts of a mixture: {ffn}", is_ffn_left=True)
-            continue
-        fused, facts = experts_class(type(module), ffn, recompute), facts_of_experts(module, ffn, recompute, found.on)
-        found.change(path, module, fused, ffn.described(module), *facts)
-
-
-def _replace_linears(
-    model: nn.Module, rules: list[LinearRule], parts: set[nn.Module], precision: str | None, found: _Found
-) -> None:
-    """Find the linears that match a rule, or can run in 8 bits, and are not part of an FFN."""
-    idle = list(rules)
-    heads = set() if precision is None else heads_of(model)
-    for path, module in model.named_modules():
-        # Subclasses, SplitKLinear among them, are left alone.
-        rule = next((rule for rule in rules if isinstance(module, nn.Linear) and rule.takes(path, module)), None)
-        if rule is None:
-            if precision is not None and type(module) is nn.Linear and module not in parts:
-                if (reason := why_not_in_8_bits(module, module in heads)) is not None:
-                    found.skip(path, module, f"not in 8 bits: {reason}")
-                else:
-                    found.change(path, module, *linear_in_8_bits(module, precision, found.on))
-            continue
-        idle = [other for other in idle if other is not rule]
-        reason = ALREADY_FUSED if isinstance(module, SplitKLinear) else why_not_plain(module)
-        if module in parts:
-            reason = "is part of a fused FFN"
-        if reason is not None:
-            found.skip(path, module, reason)
-            continue
-        options = {"split_k": rule.split_k, "reduction": rule.reduction, "precision": precision}
-        fused = fused_class(FusedSplitKLinear, nn.Linear, **options)
-        text = f"split_k={rule.split_k!r}, {rule.reduction}, {module.in_features} -> {module.out_features}"
-        found.change(path, module, fused, text, None, why_no_kernels_for_linear(module, rule, found.on))
-    found.skipped += [Entry("(rules)", "Linear", None, f"no linear meets the conditions of {rule}") for rule in idle]
-
-
-def _replace_heads(model: nn.Module, found: _Found) -> None:
-    """Find the models whose loss can be computed without logits."""
-    for path, module in model.named_modules():
-        if isinstance(module, FusedLossHead):
-            found.skip(path, module, ALREADY_FUSED)
-        if isinstance(module, ReplacedModule) or module in found.changes or (name := find_head(module)) is None:
-            continue
-        reason = why_model_stays(module) or why_head_left(module, name)
-        if getattr(module, name) in found.changes:
-            reason = f"a rule takes {name}"
-        if reason is not None:
-            found.skip(path, module, f"its loss makes logits: {reason}")
-            continue
-        head = getattr(module, name)
-        text = f"{name}, loss_function: {head.in_features} -> {head.out_features} classes, without logits"
-        fused = head_class(type(module), name)
-        found.change(path, module, fused, text, *facts_of_head(head, found.on), became=FusedLossHead.__name__)
-
-
-def _replace_norms(model: nn.Module, found: _Found) -> None:
-    """Find the norms that are written as several operations."""
-    alike: dict[Hashable, Norm | str | None] = {}
-    for path, module in model.named_modules():
-        if isinstance(module, FusedNorm):
-            found.skip(path, module, ALREADY_FUSED)
-        if isinstance(module, ReplacedModule) or not may_be_norm(module):
-            continue
-        key = signature(module, set())
-        if key not in alike:
-            alike[key] = recognise_norm(module)
-        norm = alike[key]
-        if norm is None:
-            continue
-        if isinstance(norm, str):
-            found.skip(path, module, f"it looks like a norm, but {norm}")
-        elif (reason := why_norm_left(module, norm)) is not None:
-            found.skip(path, module, f"it is a norm, but {reason}")
-        else:
-            fused = fused_class(FusedNorm, type(module), fused_norm=norm)
-            found.change(path, module, fused, str(norm), *facts_of_norm(module, norm, found.on))
-
-
-def _description(pieces: FFNPieces) -> str:
-    up, down = linear_weight(pieces.up), linear_weight(pieces.down)
-    gated = "" if pieces.gate is None and pieces.gate_rows is None else "gated "
-    adapted = ", with adapters" if pieces.operation.name == "lora_ffn" else ""
-    adapted += f" and a dropout of {pieces.adapter_dropout_p} in them" if pieces.adapter_dropout_p else ""
-    adapted += ", under autocast alone" if pieces.why_not_plain() else ""
-    return f"{gated}{pieces.activation}, {up.shape[1]} -> {down.shape[1]} -> {down.shape[0]}{adapted}"

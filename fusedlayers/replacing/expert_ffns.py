@@ -29,12 +29,14 @@ _NORM = "has_post_expert_norm"
 # Users may override it to gate in their own way; every implementation calls it.
 _GATE = "_apply_gate"
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+# The name of this library among transformers' implementations of experts.
+IMPLEMENTATION = "fusedlayers"
 # Implementations that compute the forward of the class, each in its own way; others may be the user's.
-_IMPLEMENTATIONS = (None, "eager", "batched_mm", "grouped_mm", "fusedlayers")
+_IMPLEMENTATIONS = (None, "eager", "batched_mm", "grouped_mm", IMPLEMENTATION)
 # Not conditions: expert parallelism changes num_experts, and no expert's result depends on these.
 _NOT_OPTIONS = ("training", "num_experts")
 # The module of the wrapper that picks the implementation named in the configuration.
-_INTERFACE = "transformers.integrations.moe"
+INTERFACE = "transformers.integrations.moe"
 # Which columns of the merged projection are gate and up.
 _LAYOUTS = {"concatenated": ("first", "last"), "interleaved": ("even", "odd")}
 
@@ -79,7 +81,7 @@ def eager_forward(kind: type[nn.Module]) -> Callable[..., Tensor]:
     """The author's forward, inside the wrapper that picks an implementation."""
     forward: Any = kind.forward
     # Other wrappers may compute something of their own.
-    asks = getattr(forward, "__globals__", {}).get("__name__") == _INTERFACE
+    asks = getattr(forward, "__globals__", {}).get("__name__") == INTERFACE
     return forward.__wrapped__ if asks and hasattr(forward, "__wrapped__") else forward
 
 

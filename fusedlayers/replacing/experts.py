@@ -1,9 +1,9 @@
-"""The class that `replace` gives to mixture-of-experts modules: they run ``functional.moe_ffn``."""
+"""Experts of a mixture: modules with the interface of transformers' experts run ``functional.moe_ffn``."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -11,14 +11,27 @@ from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 
 from ..functional import moe_ffn
+from ..functional.moe_ffn import MOE_FFN
 from ..modules import outside_of_traces, say_once, why_not_now
+from ..planning import Device
 from .activations import watched_options
-from .expert_ffns import ExpertsFFN, eager_forward, why_not_as_found
+from .expert_ffns import (
+    IMPLEMENTATION,
+    ExpertsFFN,
+    eager_forward,
+    find_experts,
+    implementation,
+    is_experts,
+    why_not_as_found,
+)
 from .reading.values import PLAIN
+from .report import ALREADY_FUSED, Changes
+from .saving import TOKENS, Facts, of_tokens, planned
+from .signatures import signature
 from .swapping import OWN_FORWARD, ReplacedModule, fused_class
 
-# Constants of a traced call: names, formula, activation, its options, other options.
-Facts = tuple[Any, ...]
+# What a traced call treats as constants: names, formula, activation, its options, other options.
+Constants = tuple[Any, ...]
 _PLAIN = (Tensor, nn.Parameter)
 
 
@@ -47,25 +60,22 @@ class FusedExperts(ReplacedModule):
 
     def run_fused(self, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         given = [*args, *[kwargs[name] for name in self.fused_arguments[len(args) :] if name in kwargs]]
-        if len(given) == 3 and len(args) + len(kwargs) == 3:
-            y = self.run_experts(*given)
-            if y is not None:
-                return y
-        return method(self, *args, **kwargs)
-
-    def run_experts(self, x: Tensor, index: Tensor, weights: Tensor) -> Tensor | None:
-        """The result of the experts, or None if the original forward must run."""
-        if is_dynamo_compiling():
-            return run_traced(self, self.traceable_experts(), x, index, weights, self.fused_recompute is True)
-        if reason := self.why_called(x, index, weights):
+        y = None
+        if not len(given) == len(args) + len(kwargs) == 3:
+            pass
+        elif is_dynamo_compiling():
+            x, index, weights = given
+            y = run_traced(self, self.traceable_experts(), x, index, weights, self.fused_recompute is True)
+        elif reason := self.why_called(*given):
             say_once(self, reason, OWN_FORWARD)
-            return None
-        return moe_ffn(**self.call_arguments(x, index, weights)).to(x.dtype)
+        else:
+            y = moe_ffn(**self.call_arguments(*given)).to(given[0].dtype)
+        return method(self, *args, **kwargs) if y is None else y
 
     @outside_of_traces
-    def traceable_experts(self) -> Facts | None:
+    def traceable_experts(self) -> Constants | None:
         """What a traced call treats as constants."""
-        return facts_of(self, self.fused_ffn) if self.why_called() is None else None
+        return constants_of(self, self.fused_ffn) if self.why_called() is None else None
 
 
 def why_not_these(module: nn.Module, found: ExpertsFFN, x: Any, index: Any, weights: Any) -> str | None:
@@ -82,7 +92,7 @@ def why_not_these(module: nn.Module, found: ExpertsFFN, x: Any, index: Any, weig
     return None
 
 
-def facts_of(module: nn.Module, found: ExpertsFFN) -> Facts:
+def constants_of(module: nn.Module, found: ExpertsFFN) -> Constants:
     activation = None if found.activation is None else getattr(module, found.activation)
     watched = [(name, getattr(activation, name)) for name in watched_options(activation)]
     options = tuple((name, value) for name, value in watched if type(value) in PLAIN)
@@ -90,15 +100,15 @@ def facts_of(module: nn.Module, found: ExpertsFFN) -> Facts:
 
 
 def run_traced(
-    module: Any, facts: Facts | None, x: Tensor, index: Tensor, weights: Tensor, recompute: bool
+    module: Any, constants: Constants | None, x: Tensor, index: Tensor, weights: Tensor, recompute: bool
 ) -> Tensor | None:
     """The result of the experts, traced by Dynamo; None if the original forward must run.
 
-    Reads the module's attributes again and compares them with the facts, so that Dynamo guards them.
+    Reads the module's attributes again and compares them with the constants, so that Dynamo guards them.
     """
-    if facts is None:
+    if constants is None:
         return None
-    names, formula, activation_name, activation_options, options = facts
+    names, formula, activation_name, activation_options, options = constants
     for tensor in (x, index, weights):
         if type(tensor) not in _PLAIN:
             return None
@@ -120,21 +130,49 @@ def run_traced(
     return moe_ffn(x, index, weights, **given, **dict(formula), recompute=recompute).to(x.dtype)
 
 
-def experts_class(
-    original: type[nn.Module], found: ExpertsFFN, recompute: Literal["auto"] | bool | int
-) -> type[FusedExperts]:
-    """The class for modules of class ``original`` whose experts compute this FFN."""
-    # The argument names are the author's: experts and weights, or router_indices and routing_weights.
-    _, *arguments = inspect.signature(eager_forward(original)).parameters
-    return fused_class(
-        FusedExperts, original, fused_ffn=found, fused_recompute=recompute, fused_arguments=tuple(arguments)
-    )
+def replace_experts(model: nn.Module, recompute: Literal["auto"] | bool | int, changes: Changes) -> None:
+    """Find mixture-of-experts modules, whose weights are stacked."""
+    alike: dict[Hashable, ExpertsFFN | str] = {}
+    for path, module in model.named_modules():
+        if not is_experts(module):
+            continue
+        if isinstance(module, FusedExperts) or implementation(module) == IMPLEMENTATION:
+            changes.skip(path, module, ALREADY_FUSED)
+            continue
+        # The argument names are the author's: experts and weights, or router_indices and routing_weights.
+        _, *arguments = inspect.signature(eager_forward(type(module))).parameters
+        ffn: ExpertsFFN | str
+        if "forward" in vars(module):
+            ffn = "has a forward of its own, set on the instance"
+        elif len(arguments) != 3:
+            ffn = "has a forward that does not take tokens, experts and weights alone"
+        else:
+            key = signature(module, set())
+            ffn = alike[key] = alike.get(key) or find_experts(module)
+        if isinstance(ffn, str):
+            changes.skip(path, module, f"experts of a mixture: {ffn}", is_ffn_left=True)
+            continue
+        fused = fused_class(
+            FusedExperts, type(module), fused_ffn=ffn, fused_recompute=recompute, fused_arguments=tuple(arguments)
+        )
+        changes.change(path, module, fused, ffn.described(module), *_facts(module, ffn, recompute, changes.on))
 
 
-def why_class_stays(module: nn.Module) -> str | None:
-    """What else keeps a module of experts from getting another class, or None."""
-    if "forward" in vars(module):
-        return "has a forward of its own, set on the instance"
-    if len(inspect.signature(eager_forward(type(module))).parameters) != 4:
-        return "has a forward that does not take tokens, experts and weights alone"
-    return None
+@torch.enable_grad()
+def _facts(module: nn.Module, found: ExpertsFFN, recompute: Literal["auto"] | bool | int, on: Device | None) -> Facts:
+    """What the report says of experts; no bytes if the configuration does not give the experts per token."""
+    width, chosen, weight = routing_of_experts(module, found)
+    index = of_tokens(chosen or 1, torch.int64, requires_grad=False)
+    routed = of_tokens(width, weight.dtype), index, of_tokens(chosen or 1, weight.dtype)
+    given = found.tensors(module) | dict(found.formula) | {"recompute": recompute is True}
+    batch = planned(MOE_FFN, on, weight.device, *routed, **given)
+    theirs = 0 if chosen is None else batch.plan.problem.kept_by_torch(batch.device) // TOKENS
+    return batch.facts((theirs, batch.plan.saved_bytes // TOKENS) if theirs else None)
+
+
+def routing_of_experts(module: nn.Module, found: ExpertsFFN) -> tuple[int, int | None, Tensor]:
+    """(width of a token, experts per token or None if the configuration does not give it, a weight)."""
+    weight = found.tensors(module)["w_up"]
+    top_k = getattr(getattr(module, "config", None), "num_experts_per_tok", None)
+    width = weight.shape[1 if dict(found.formula)["transposed"] else 2]
+    return width, top_k if isinstance(top_k, int) else None, weight

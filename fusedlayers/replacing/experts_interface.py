@@ -22,46 +22,50 @@ from torch.nn.utils import parametrize
 
 from ..functional import moe_ffn
 from ..modules import outside_of_traces, say_once
-from .expert_ffns import ExpertsFFN, find_experts, why_not_as_found
-from .experts import Facts, facts_of, run_traced, why_not_these
+from .expert_ffns import IMPLEMENTATION, INTERFACE, ExpertsFFN, find_experts, why_not_as_found
+from .experts import Constants, constants_of, run_traced, why_not_these
 
-IMPLEMENTATION = "fusedlayers"
-_INTERFACE = "transformers.integrations.moe"
 # Runs experts that compute no FFN: the default of transformers.
 _INSTEAD = "grouped_mm"
-# Since this torch release Dynamo accepts a module as an argument of a function that it does not trace.
-_TAKES_MODULES = (2, 13)
+# Since torch 2.13 Dynamo accepts a module as an argument of a function that it does not trace.
+_TAKES_MODULES = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)
 
 # The result of reading each module.
-_found: weakref.WeakKeyDictionary[nn.Module, ExpertsFFN | str] = weakref.WeakKeyDictionary()
+_read: weakref.WeakKeyDictionary[nn.Module, ExpertsFFN | str] = weakref.WeakKeyDictionary()
 
 
 def experts_forward(module: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     """The experts of a module in one call of ``functional.moe_ffn``, or as ``grouped_mm`` if they compute no FFN."""
-    routed = (hidden_states, top_k_index, top_k_weights)
+    x, index, weights = hidden_states, top_k_index, top_k_weights
+    y = None
     if is_dynamo_compiling():
-        y = run_traced(module, _facts(module), *routed, False) if _CAN_LOOK else None
+        y = run_traced(module, _constants(module), x, index, weights, False) if _TAKES_MODULES else None
     else:
-        y = _run(module, *routed)
-    return _other_function()(module, *routed) if y is None else y
+        found = _find(module)
+        if isinstance(found, str):
+            reason: str | None = found
+        else:
+            reason = why_not_as_found(module, found) or why_not_these(module, found, x, index, weights)
+            if reason is None:
+                y = moe_ffn(x, index, weights, **found.tensors(module), **dict(found.formula)).to(x.dtype)
+        if reason is not None:
+            say_once(module, reason, f"runs as with experts_implementation={_INSTEAD!r}")
+    if y is not None:
+        return y
+    interface: Any = sys.modules[INTERFACE]
+    return interface.ALL_EXPERTS_FUNCTIONS[_INSTEAD](module, x, index, weights)
 
 
-def _run(module: nn.Module, x: Tensor, index: Tensor, weights: Tensor) -> Tensor | None:
+@outside_of_traces
+def _constants(module: nn.Module) -> Constants | None:
     found = _find(module)
-    if isinstance(found, str):
-        reason: str | None = found
-    else:
-        reason = why_not_as_found(module, found) or why_not_these(module, found, x, index, weights)
-        if reason is None:
-            return moe_ffn(x, index, weights, **found.tensors(module), **dict(found.formula)).to(x.dtype)
-    say_once(module, str(reason), f"runs as with experts_implementation={_INSTEAD!r}")
-    return None
+    return None if isinstance(found, str) or why_not_as_found(module, found) else constants_of(module, found)
 
 
 def _find(module: nn.Module) -> ExpertsFFN | str:
-    found = _found.get(module)
+    found = _read.get(module)
     if found is None:
-        found = _found[module] = find_experts(_without_parametrizations(module))
+        found = _read[module] = find_experts(_without_parametrizations(module))
     return found
 
 
@@ -77,20 +81,6 @@ def _without_parametrizations(module: nn.Module) -> nn.Module:
     return plain
 
 
-@outside_of_traces
-def _facts(module: nn.Module) -> Facts | None:
-    found = _find(module)
-    return None if isinstance(found, str) or why_not_as_found(module, found) else facts_of(module, found)
-
-
-_CAN_LOOK = tuple(map(int, torch.__version__.split(".")[:2])) >= _TAKES_MODULES
-
-
-def _other_function() -> Callable[..., Tensor]:
-    interface: Any = sys.modules[_INTERFACE]
-    return interface.ALL_EXPERTS_FUNCTIONS[_INSTEAD]
-
-
 def _register_in(interface: ModuleType) -> None:
     functions = getattr(interface, "ALL_EXPERTS_FUNCTIONS", None)
     if functions is not None:
@@ -103,7 +93,7 @@ class _WhenImported(MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        spec = PathFinder.find_spec(fullname, path, target) if fullname == _INTERFACE else None
+        spec = PathFinder.find_spec(fullname, path, target) if fullname == INTERFACE else None
         loader: Any = None if spec is None else spec.loader
         if loader is not None:
             loader.exec_module = functools.partial(_execute, loader.exec_module)
@@ -117,7 +107,7 @@ def _execute(execute: Callable[[ModuleType], None], interface: ModuleType) -> No
 
 def register_experts() -> None:
     """Register ``experts_implementation="fusedlayers"`` with transformers, now or when it is imported."""
-    interface = sys.modules.get(_INTERFACE)
+    interface = sys.modules.get(INTERFACE)
     if interface is not None:
         _register_in(interface)
     else:

@@ -19,14 +19,18 @@ from torch.compiler import is_dynamo_compiling
 
 from ..functional.call import traced, transformed
 from ..functional.linear_cross_entropy import LINEAR_CROSS_ENTROPY, linear_cross_entropy
+from ..functional.operands import compute_dtype
 from ..modules import LinearCrossEntropyLoss, class_name, outside_of_traces, say_once, why_not_now, why_not_plain
+from ..planning import Device
+from ..planning.linear_cross_entropy import saved_bytes as kept_for_loss
 from .causal_loss import IGNORED, PARAMETERS, divided, shifted, why_other_loss
 from .lazy_logits import LazyLogits
 from .logits import NO_LOGITS, Logits, computed
 from .looking import Looks
 from .reading.sources import codes_in
 from .reading.values import NotUnderstood
-from .saving import facts_of_head
+from .report import ALREADY_FUSED, Changes
+from .saving import TOKENS, Facts, of_tokens, planned
 from .swapping import OWN_FORWARD, ReplacedModule, fused_class
 
 # What a model does when it cannot leave its logits uncomputed, and why.
@@ -145,7 +149,7 @@ class FusedLossHead(ReplacedModule):
         size."""
         if self.why_called() is not None:
             return False
-        _, _, path = facts_of_head(getattr(self, self.fused_head))
+        _, _, path = _facts(getattr(self, self.fused_head))
         return path not in LINEAR_CROSS_ENTROPY.torch_paths
 
 
@@ -297,3 +301,32 @@ def head_class(original: type[nn.Module], name: str) -> type[FusedLossHead]:
     """The class for models of class ``original`` whose last linear layer has this name."""
     _, *arguments = inspect.signature(original.forward).parameters
     return fused_class(FusedLossHead, original, fused_head=name, fused_place_of_labels=arguments.index("labels"))
+
+
+@torch.enable_grad()
+def _facts(head: nn.Linear, on: Device | None = None) -> Facts:
+    """What the report says of the loss of a model's last linear layer: the mean over a training batch's tokens."""
+    weight = head.weight
+    x, target = of_tokens(weight.shape[1], compute_dtype(weight)), of_tokens(1, torch.int64, requires_grad=False)
+    found = planned(LINEAR_CROSS_ENTROPY, on, weight.device, x, weight, target[:, 0], linear_bias=head.bias)
+    theirs = kept_for_loss(found.plan.problem, chunked=False)
+    return found.facts((theirs // TOKENS, found.plan.saved_bytes // TOKENS))
+
+
+def replace_heads(model: nn.Module, changes: Changes) -> None:
+    """Find the models whose loss can be computed without logits."""
+    for path, module in model.named_modules():
+        if isinstance(module, FusedLossHead):
+            changes.skip(path, module, ALREADY_FUSED)
+        if isinstance(module, ReplacedModule) or module in changes.classes or (name := find_head(module)) is None:
+            continue
+        reason = why_class_stays(module) or why_head_left(module, name)
+        if getattr(module, name) in changes.classes:
+            reason = f"a rule takes {name}"
+        if reason is not None:
+            changes.skip(path, module, f"its loss makes logits: {reason}")
+            continue
+        head = getattr(module, name)
+        text = f"{name}, loss_function: {head.in_features} -> {head.out_features} classes, without logits"
+        fused = head_class(type(module), name)
+        changes.change(path, module, fused, text, *_facts(head, changes.on), became=FusedLossHead.__name__)

@@ -1,11 +1,21 @@
-"""The class that `replace` gives to the linears that match a :class:`LinearRule`."""
+"""Linears outside of FFNs that become a :class:`SplitKLinear`: those that a rule takes, and those in 8 bits."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import Tensor, nn
 
-from ..modules import SplitKLinear, say_once, why_patched
-from .swapping import OWN_FORWARD, ReplacedModule, restored_method
+from ..functional.linear import LINEAR
+from ..functional.switches import backend
+from ..modules import SplitKLinear, say_once, why_not_plain, why_patched
+from ..planning import Device
+from ..planning.float8 import why_narrow, why_uneven
+from .heads import heads_of
+from .report import ALREADY_FUSED, Changes, Entry
+from .rules import LinearRule
+from .saving import of_tokens, planned, precision_in_words
+from .swapping import OWN_FORWARD, ReplacedModule, fused_class, restored_method
 
 
 class FusedSplitKLinear(ReplacedModule, SplitKLinear):
@@ -26,3 +36,61 @@ class FusedSplitKLinear(ReplacedModule, SplitKLinear):
     def why_called(self, *tensors: Tensor | None) -> str | None:
         """Why a call would run the forward of ``nn.Linear``, or None if it would run ``functional.linear``."""
         return why_patched(nn.Linear)
+
+
+def replace_linears(
+    model: nn.Module, rules: Sequence[LinearRule], parts: set[nn.Module], precision: str | None, changes: Changes
+) -> None:
+    """Find the linears that match a rule, or can run in 8 bits; ``parts`` are those of FFNs."""
+    idle = list(rules)
+    heads = set() if precision is None else heads_of(model)
+    for path, module in model.named_modules():
+        if not isinstance(module, nn.Linear):
+            continue
+        given = next((rule for rule in rules if rule.takes(path, module)), None)
+        # Subclasses, SplitKLinear among them, are left alone.
+        if given is None and (precision is None or type(module) is not nn.Linear or module in parts):
+            continue
+        idle = [rule for rule in idle if rule is not given]
+        reason = _why_left(module, parts) if given else _why_not_in_8_bits(module, heads)
+        if reason is not None:
+            changes.skip(path, module, reason)
+            continue
+        rule = given or LinearRule()
+        text = f"{module.in_features} -> {module.out_features}"
+        if given is not None:
+            text = f"split_k={rule.split_k!r}, {rule.reduction}, {text}"
+        elif precision is not None:
+            options = {"weight": module.weight, "bias": module.bias, "precision": precision}
+            text += precision_in_words(LINEAR, changes.on, **options)
+        fused = fused_class(
+            FusedSplitKLinear, nn.Linear, split_k=rule.split_k, reduction=rule.reduction, precision=precision
+        )
+        changes.change(path, module, fused, text, None, _why_no_kernels(module, rule, changes.on))
+    changes.skipped += [Entry("(rules)", "Linear", None, f"no linear meets the conditions of {rule}") for rule in idle]
+
+
+def _why_left(linear: nn.Linear, parts: set[nn.Module]) -> str | None:
+    """Why a linear stays as it is although a rule takes it, or None."""
+    if linear in parts:
+        return "is part of a fused FFN"
+    return ALREADY_FUSED if isinstance(linear, SplitKLinear) else why_not_plain(linear)
+
+
+def _why_not_in_8_bits(linear: nn.Linear, heads: set[nn.Module]) -> str | None:
+    sizes = linear.in_features, linear.out_features
+    reason = "it is the head of the model" if linear in heads else why_uneven(sizes) or why_narrow(sizes)
+    reason = reason or why_not_plain(linear)
+    return None if reason is None else f"not in 8 bits: {reason}"
+
+
+def _why_no_kernels(linear: nn.Linear, rule: LinearRule, on: Device | None) -> str | None:
+    """Why no kernel runs a linear that ``rule`` takes, or None."""
+    weight = linear.weight
+    found = planned(
+        LINEAR, on, weight.device, of_tokens(linear.in_features, weight.dtype, requires_grad=False), weight,
+        linear.bias, split_k=rule.split_k, reduction=rule.reduction,
+    )  # fmt: skip
+    # A rule with a number of splits, or with atomic addition, asks for kernels.
+    asks = found.plan.problem.asks_for_kernels and backend() == "auto"
+    return found.why_no_kernels("triton" if asks else backend())

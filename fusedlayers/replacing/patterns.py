@@ -16,12 +16,11 @@ from .by_rule import FusedInside, FusedWholeBlock
 from .finding import find_runs
 from .heads import FusedLossHead
 from .recognising import checked, recognise
+from .report import ALREADY_FUSED
 from .rules import KNOWN_RULES, FFNRule
 from .signatures import signature
 from .swapping import fused_class
 from .unnamed import why_unnamed
-
-ALREADY_FUSED = "already fused"
 
 
 def _are_of_one_class(rule: FFNRule, other: FFNRule) -> bool:

@@ -4,6 +4,15 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from ..planning import Device
+from .swapping import ReplacedModule
+
+# Why a module is skipped by a second `replace`.
+ALREADY_FUSED = "already fused"
 
 
 @dataclass(frozen=True)
@@ -89,3 +98,22 @@ def _times(paths: list[str], module: str) -> str:
 def _saved(saved_bytes: tuple[int, int]) -> str:
     theirs, ours = saved_bytes
     return f"keeps {ours:,} bytes a token for backward, torch {theirs:,}"
+
+
+class Changes:
+    """What `replace` has found so far: the entries of its report, and the new class of each module."""
+
+    def __init__(self, on: Device | None) -> None:
+        self.on = on  # the GPU that the report is for; None: the model's own device
+        self.replaced: list[Entry] = []
+        self.skipped: list[Entry] = []
+        self.classes: dict[nn.Module, type[ReplacedModule]] = {}
+
+    def change(self, path: str, module: nn.Module, fused: type[ReplacedModule], *facts: Any, became: str = "") -> None:
+        """Give the module the class ``fused``; ``facts`` are the fields of its `Entry` from ``reason`` on."""
+        self.replaced.append(Entry(path, type(module).__name__, became or fused.__name__, *facts))
+        self.classes[module] = fused
+
+    def skip(self, path: str, module: nn.Module, reason: str, *, is_ffn_left: bool = False) -> None:
+        """Leave the module as it is."""
+        self.skipped.append(Entry(path, type(module).__name__, None, reason, is_ffn_left=is_ffn_left))

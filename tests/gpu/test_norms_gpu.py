@@ -12,8 +12,7 @@ from torch import nn
 
 import fusedlayers as fl
 from fusedlayers.closeness import assert_all_close
-from fusedlayers.replacing.norms import FusedNorm
-from fusedlayers.replacing.recognising_norms import Norm, recognise_norm
+from fusedlayers.replacing.norms import FusedNorm, Norm, recognise_norm
 from fusedlayers.replacing.rules import LIGER_RULES, FFNRule
 from tests.models.loss_heads import build, truth
 from tests.models.loss_heads import results as model_results

@@ -17,9 +17,8 @@ from torch.utils.checkpoint import checkpoint
 
 import fusedlayers as fl
 from fusedlayers.closeness import assert_all_close
-from fusedlayers.replacing import recognising_norms
-from fusedlayers.replacing.norms import FusedNorm
-from fusedlayers.replacing.saving import kept_by_norm
+from fusedlayers.replacing import norms
+from fusedlayers.replacing.norms import FusedNorm, kept_by_norm
 from tests.support.ffn_blocks import assert_same, pickled, results, saved
 from tests.support.norm_modules import NORMS, WIDTH, Cohere, Gemma, Llama, in_float64
 
@@ -48,7 +47,7 @@ def fused(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     # Not in torch itself: a norm whose forward calls what somebody put there is not read.
     functions = SimpleNamespace(rms_norm=counted(F.rms_norm), layer_norm=counted(F.layer_norm))
-    monkeypatch.setattr(recognising_norms, "F", functions)
+    monkeypatch.setattr(norms, "F", functions)
     return calls
 
 
@@ -311,8 +310,8 @@ def test_no_module_is_run() -> None:
 
 def test_alike_norms_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[nn.Module] = []
-    recognise = recognising_norms.recognise_norm
-    monkeypatch.setattr("fusedlayers.replacing.recognise_norm", lambda norm: read.append(norm) or recognise(norm))
+    recognise = norms.recognise_norm
+    monkeypatch.setattr("fusedlayers.replacing.norms.recognise_norm", lambda norm: read.append(norm) or recognise(norm))
     model = nn.Sequential(Llama(), Llama(), Llama(1e-5))
     assert len(fl.replace(model).replaced) == 3
     assert len(read) == 2
@@ -330,8 +329,8 @@ def test_alike_norms_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_what_is_kept(build: Callable[[], nn.Module], kept: tuple[int, int]) -> None:
     norm = build()
-    found = recognising_norms.recognise_norm(norm)
-    assert isinstance(found, recognising_norms.Norm)
+    found = norms.recognise_norm(norm)
+    assert isinstance(found, norms.Norm)
     assert kept_by_norm(norm, found) == kept
     report = fl.replace(norm)
     assert report.replaced[0].saved_bytes is None

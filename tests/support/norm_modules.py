@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fusedlayers.replacing.recognising_norms import Norm, recognise_norm
+from fusedlayers.replacing.norms import Norm, recognise_norm
 
 WIDTH = 48
 

@@ -1,0 +1,120 @@
+"""The FFN blocks of a model: what becomes of each, and what the report says of it."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from ..kernels.activations import ACTIVATIONS, canonical_activation
+from ..modules import FFNPieces, FusedFFN, base_linear, linear_weight
+from ..planning import Device
+from ..planning.costs import SAVED_FOR_SLOPE, mask_bytes
+from .blocks import FusedBlock
+from .expert_ffns import is_experts
+from .finding import autocast_on_its_device
+from .patterns import Patterns
+from .reading.sizes import widths
+from .report import Changes
+from .saving import TOKENS, Facts, kept_by, of_tokens, planned, precision_in_words
+
+
+def replace_ffns(model: nn.Module, patterns: Patterns, changes: Changes) -> set[nn.Module]:
+    """Decide what becomes of every block with an FFN; returns the linears of all FFNs, fused or not."""
+    # Innermost modules first. Lists of modules last: their owner may call them.
+    inwards = list(model.named_modules())[::-1]
+    for path, module in sorted(inwards, key=lambda each: isinstance(each[1], (nn.ModuleList, nn.ModuleDict))):
+        if not is_experts(module):
+            _replace(path, module, patterns, changes)
+    # The report lists them in the order of the model.
+    order = {path: -place for place, (path, _) in enumerate(inwards)}
+    for entries in (changes.replaced, changes.skipped):
+        entries.sort(key=lambda entry: order[entry.path])
+    return patterns.taken
+
+
+def _replace(path: str, module: nn.Module, patterns: Patterns, changes: Changes) -> None:
+    try:
+        fused = patterns.fused_class(module)
+    except Exception as error:  # a metaclass may refuse with any exception
+        changes.skip(path, module, f"no class can be derived from its own: {error}", is_ffn_left=True)
+        return
+    if isinstance(module, FusedBlock):
+        patterns.taken |= _linears(module.find_ffn_pieces(module))
+    elif isinstance(module, FusedFFN):
+        patterns.taken |= set(module.children())
+    reason = patterns.why_left(module) if fused is None else patterns.why_class_stays(module, fused)
+    if reason is not None:
+        changes.skip(path, module, reason, is_ffn_left=not isinstance(module, (FusedBlock, FusedFFN)))
+    if reason is not None or fused is None:
+        return
+    ffns = fused.find_ffn_pieces(module)
+    if any(isinstance(pieces, str) for pieces in ffns.values()):
+        # float32 adapters beside 16-bit weights are fused only under autocast, which only a training step enters.
+        with autocast_on_its_device(module):
+            ffns = fused.find_ffn_pieces(module)
+    rule = patterns.rule_of_user(module)
+    trusted = ", as a trusted rule says" if rule is not None and rule.trusted else ""
+    for linears, pieces in ffns.items():
+        if isinstance(pieces, str):
+            changes.skip(path, module, f"{linears}: {pieces}", is_ffn_left=True)
+        else:
+            text = f"{linears}: {_description(pieces)}{_precision(pieces, patterns, changes.on)}{trusted}"
+            changes.change(path, module, fused, text, *_facts(pieces, patterns, changes.on))
+    patterns.taken |= _linears(ffns)
+    if not ffns and sum(widths(child) is not None for child in module.children()) > 1:
+        changes.skip(path, module, "no two of its linears have just an activation and a dropout between")
+
+
+def _linears(found: dict[str, FFNPieces | str]) -> set[nn.Module]:
+    """The linears of these FFNs, and those that adapters wrap."""
+    pieces = [ffn for ffn in found.values() if isinstance(ffn, FFNPieces)]
+    linears = {linear for ffn in pieces for linear in (ffn.up, ffn.gate, ffn.down) if linear is not None}
+    return linears | {base_linear(linear) for linear in linears}
+
+
+def _description(pieces: FFNPieces) -> str:
+    up, down = linear_weight(pieces.up), linear_weight(pieces.down)
+    gated = "" if pieces.gate is None and pieces.gate_rows is None else "gated "
+    adapted = ", with adapters" if pieces.operation.name == "lora_ffn" else ""
+    adapted += f" and a dropout of {pieces.adapter_dropout_p} in them" if pieces.adapter_dropout_p else ""
+    adapted += ", under autocast alone" if pieces.why_not_plain() else ""
+    return f"{gated}{pieces.activation}, {up.shape[1]} -> {down.shape[1]} -> {down.shape[0]}{adapted}"
+
+
+def _precision(pieces: FFNPieces, patterns: Patterns, on: Device | None) -> str:
+    """Whether an FFN that was asked to run in 8 bits does, in words; empty where nothing was asked."""
+    if patterns.precision is None:
+        return ""
+    given = pieces.arguments(linear_weight(pieces.up), None, patterns.recompute, patterns.precision)
+    if "precision" not in given:
+        return "; in 16 bits: it has adapters"
+    del given["x"]
+    return precision_in_words(pieces.operation, on, **given)
+
+
+@torch.enable_grad()
+def _facts(pieces: FFNPieces, patterns: Patterns, on: Device | None) -> Facts:
+    """What the report says of an FFN: its bytes are those of the FFN with its input, and of the dropout of its result,
+    which torch applies in both."""
+    up, down = linear_weight(pieces.up), linear_weight(pieces.down)
+    given = pieces.arguments(of_tokens(up.shape[1], up.dtype), None, patterns.recompute, patterns.precision)
+    found = planned(pieces.operation, on, up.device, **given)
+    problem = found.plan.problem
+    theirs, ours = problem.kept_by_torch(found.device) // TOKENS, found.plan.saved_bytes // TOKENS
+    result = 0
+    if problem.training:
+        beyond = _kept_for_slope(pieces.original) - SAVED_FOR_SLOPE.get(pieces.activation, 0)
+        theirs += beyond * problem.element_bytes * problem.N
+        if pieces.output_dropout_p:
+            result = mask_bytes(problem, found.device) * down.shape[0]
+    return found.facts((theirs + result, ours + result))
+
+
+def _kept_for_slope(activation: object) -> int:
+    """The number of tensors of its input's size that an activation saves beside its value, counted: some are Python
+    code."""
+    run = ACTIVATIONS[canonical_activation(activation)].torch if isinstance(activation, str) else activation
+    assert callable(run)
+    # x + 0, because a leaf must not be changed in place.
+    kept, value = kept_by(lambda x: run(x + 0), torch.zeros(64, requires_grad=True, device="cpu"))
+    return sum(tensor.numel() == value.numel() for tensor in kept)
