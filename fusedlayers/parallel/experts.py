@@ -21,7 +21,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from .. import functional
 from ..functional.moe_ffn import MOE_FFN
 from ..modules import FusedMoE, class_name
-from .shards import check_mesh, distribute, local_part
+from .shards import check_mesh, distribute, local_part, mesh_of
 
 # Runs the local experts: rows, the local experts of each row and their weights.
 _Run = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -167,12 +167,8 @@ def _class_for(original: type[nn.Module]) -> type[nn.Module]:
 
 def _through_all(holder: nn.Module, x: Tensor, index: Tensor, weights: Tensor, run: _Run) -> Tensor:
     """The result of the experts of all processes for this process's tokens, in the shape of x."""
-    first = next(each for each in holder._parameters.values() if each is not None)
-    if not isinstance(first, DTensor):
-        raise TypeError(
-            f"the experts' parameters must be DTensors, as ExpertParallel made them, got {class_name(first)}"
-        )
-    mesh = first.device_mesh
+    name, first = next((name, each) for name, each in holder._parameters.items() if each is not None)
+    mesh = mesh_of(f"the experts' {name}", first, ExpertParallel.__name__)
     parts, experts = mesh.size(), first.shape[0] // mesh.size()
     tokens = math.prod(x.shape[:-1])
     flat, index, weights = (each.reshape(tokens, each.shape[-1]) for each in (x, index, weights))

@@ -14,7 +14,7 @@ from torch.distributed.tensor.placement_types import Placement
 from .. import functional
 from ..functional.shapes import Shapes
 from ..modules import FusedFFN, class_name, say_once, why_not_now
-from .shards import check_mesh, checked_placement, distribute, local_part, why_not_local
+from .shards import check_mesh, checked_placement, distribute, local_part, mesh_of, replicated, why_not_local
 
 _SHAPES = Shapes("x: *B M? K, residual?: *R")
 _SUM_SHAPES = Shapes("the result: float(*B M? O), residual: float(*B M? O)")
@@ -116,7 +116,7 @@ class TensorParallelFFN(FusedFFN):
             y = self._laid_out(functional.ffn(**arguments), Partial())
         else:
             say_once(self, reason)
-            y = self._called(x)
+            y = cast(DTensor, super().forward(self._replicated(x)))
         y = y.redistribute(placements=[layout])
         if residual is not None:
             added = residual if isinstance(residual, DTensor) else self._laid_out(residual, layout)
@@ -124,22 +124,11 @@ class TensorParallelFFN(FusedFFN):
             y = cast(DTensor, y + added.redistribute(placements=[layout]))
         return y.to_local() if self.style.use_local_output else y
 
-    def _called(self, x: Tensor) -> DTensor:
-        y = super().forward(self._replicated(x))
-        assert isinstance(y, DTensor)
-        return y
-
     def _mesh(self) -> DeviceMesh:
-        weight = self.down_proj.weight
-        if not isinstance(weight, DTensor):
-            raise TypeError(
-                f"down_proj.weight must be a DTensor, as FusedFFNParallel made it, got {class_name(weight)}"
-            )
-        return weight.device_mesh
+        return mesh_of("down_proj.weight", self.down_proj.weight, FusedFFNParallel.__name__)
 
     def _replicated(self, x: Tensor) -> DTensor:
-        given = x if isinstance(x, DTensor) else self._laid_out(x, self.style.input_layouts)
-        return given.redistribute(placements=[Replicate()])
+        return replicated(x, self.style.input_layouts, self._mesh())
 
     def _laid_out(self, tensor: Tensor, layout: Placement) -> DTensor:
         return DTensor.from_local(tensor, self._mesh(), [layout], run_check=False)
@@ -168,12 +157,12 @@ class _OnOneProcess(torch.autograd.Function):
 
 def _layouts(ffn: FusedFFN) -> list[tuple[nn.Module, dict[str, Placement]]]:
     """Each linear child with the placement of its parameters: the hidden is split, the output's bias is not."""
-    found: list[tuple[nn.Module, dict[str, Placement]]] = []
-    for linear in (ffn.up_proj, ffn.gate_proj):
-        if linear is not None:
-            found.append((linear, {"weight": Shard(0), "bias": Shard(0)}))
-    found.append((ffn.down_proj, {"weight": Shard(1), "bias": Replicate()}))
+    into: dict[str, Placement] = {"weight": Shard(0), "bias": Shard(0)}
+    linears: list[tuple[nn.Module | None, dict[str, Placement]]] = [
+        (ffn.up_proj, into), (ffn.gate_proj, into), (ffn.down_proj, {"weight": Shard(1), "bias": Replicate()}),
+    ]  # fmt: skip
     return [
         (linear, {name: placement for name, placement in placements.items() if getattr(linear, name, None) is not None})
-        for linear, placements in found
+        for linear, placements in linears
+        if linear is not None
     ]

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Shard
 from torch.distributed.tensor.parallel import ParallelStyle
 from torch.distributed.tensor.placement_types import Placement
 
@@ -17,7 +17,7 @@ from ..functional.linear_cross_entropy.arguments import LOG_PROBS_SHAPES, checke
 from ..functional.linear_cross_entropy.parts import Part, losses_of_part
 from ..functional.shapes import Shapes
 from ..modules import LinearCrossEntropyLoss, class_name, say_once, why_not_now, why_not_plain
-from .shards import check_mesh, checked_placement, distribute, local_part, why_not_local
+from .shards import check_mesh, checked_placement, distribute, local_part, mesh_of, replicated, why_not_local
 
 _SHAPES = Shapes("input: *B K, target: class(*T)")
 
@@ -140,19 +140,11 @@ class VocabularyParallelLoss(LinearCrossEntropyLoss):
         return arguments
 
     def _replicated(self, input: Tensor) -> DTensor:
-        given = input
-        if not isinstance(given, DTensor):
-            given = DTensor.from_local(input, self.mesh_of_classes(), [self.style.input_layouts], run_check=False)
-        return given.redistribute(placements=[Replicate()])
+        return replicated(input, self.style.input_layouts, self.mesh_of_classes())
 
     def mesh_of_classes(self) -> DeviceMesh:
         """The mesh over which the classes are split."""
-        weight = self.linear.weight
-        if not isinstance(weight, DTensor):
-            raise TypeError(
-                f"linear.weight must be a DTensor, as LinearCrossEntropyLossParallel made it, got {class_name(weight)}"
-            )
-        return weight.device_mesh
+        return mesh_of("linear.weight", self.linear.weight, LinearCrossEntropyLossParallel.__name__)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, style={self.style}"

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.placement_types import Placement
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from ..modules import why_not_plain, why_not_read_past
+from ..modules import class_name, why_not_plain, why_not_read_past
 
 # Whole parameters that were split, and what they were split into -> a token, one for each whole parameter.
 _TOKENS = WeakTensorKeyDictionary()
@@ -21,6 +21,19 @@ def check_mesh(mesh: DeviceMesh) -> None:
     """Checks that a mesh has one dimension."""
     if mesh.ndim != 1:
         raise ValueError(f"device_mesh must have one dimension, got {mesh.ndim}: pass one of its submeshes")
+
+
+def mesh_of(what: str, parameter: Tensor, style: str) -> DeviceMesh:
+    """The mesh over which a style has split a parameter."""
+    if not isinstance(parameter, DTensor):
+        raise TypeError(f"{what} must be a DTensor, as {style} made it, got {class_name(parameter)}")
+    return parameter.device_mesh
+
+
+def replicated(x: Tensor, layout: Placement, mesh: DeviceMesh) -> DTensor:
+    """The whole of an input in every process; ``layout`` is its placement, if it is a plain tensor."""
+    given = x if isinstance(x, DTensor) else DTensor.from_local(x, mesh, [layout], run_check=False)
+    return given.redistribute(placements=[Replicate()])
 
 
 def distribute(linear: nn.Module, placements: dict[str, Placement], mesh: DeviceMesh, source: int | None) -> None:

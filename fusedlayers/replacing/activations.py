@@ -16,7 +16,7 @@ from ..modules import attributes_of, why_called_otherwise
 from .conditions import Conditions
 from .reading import operations
 from .reading.activation_modules import known_activation
-from .reading.polynomials import TooLarge, function
+from .reading.polynomials import TooLarge, activation_giving
 from .reading.reader import Reader
 from .reading.values import PLAIN, Formula, Known, NotUnderstood
 from .remembering import Remembered
@@ -103,7 +103,7 @@ def _named(activation: Any) -> _Reading:
         return _Reading(None)
     if not isinstance(result, Formula) or result.wide or not result.shaped:
         return _Reading(None)
-    return _Reading(next((name for name in ACTIVATIONS if function(name, x.value) == result.value), None), read)
+    return _Reading(activation_giving(result.value, x.value), read)
 
 
 def _read(activation: Any, reader: Reader, x: Formula) -> Any:

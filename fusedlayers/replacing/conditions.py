@@ -96,8 +96,6 @@ def attribute(block: nn.Module, name: str | None, default: Any = None) -> Any:
     """The attribute of ``block`` at this path (with or without dots); ``default`` if there is none."""
     if name is None:
         return default
-    if "." not in name:
-        return getattr(block, name, default)
     part: Any = block
     for step in name.split("."):
         part = getattr(part, step, default)

@@ -14,13 +14,12 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
-from ..kernels.activations import ACTIVATIONS
 from ..modules import why_not_plain_tensor, why_not_read_past
 from .activations import torch_module_activation
 from .conditions import Conditions
 from .reading.experts import ExpertsReader, limited
 from .reading.formulas import OtherFormula, text
-from .reading.polynomials import Polynomial, atom, function, number
+from .reading.polynomials import Polynomial, activation_giving, atom, number
 from .reading.values import NotUnderstood
 
 # Flags that the interface sets on every instance; older releases lack the one below, and its feature.
@@ -197,9 +196,9 @@ def _matching(module: Any, up: str, hidden: Polynomial, options: dict[str, Any])
             if limit is not None:
                 activated, factor = limited(gate, "at most", limit), limited(rest, "within", limit)
             for offset in (0.0, 1.0) if limit is not None else (0.0,):
-                for name in ACTIVATIONS:
-                    if name != "identity" and function(name, activated) * (factor + number(offset)) == hidden:
-                        formula = {"activation": name, "gate_and_up": layout, "transposed": module.is_transposed}
-                        formula |= {} if limit is None else {"limit": limit}
-                        return formula | ({"up_offset": offset} if offset else {}), activated
+                name = activation_giving(hidden, activated, factor + number(offset))
+                if name not in (None, "identity"):
+                    formula = {"activation": name, "gate_and_up": layout, "transposed": module.is_transposed}
+                    formula |= {} if limit is None else {"limit": limit}
+                    return formula | ({"up_offset": offset} if offset else {}), activated
     raise OtherFormula(f"the hidden of its experts is {text(hidden)}, of no known activation and gate")

@@ -171,26 +171,15 @@ class HeadInside:
     def call_head(self, stand_in: StandIn, *args: Any, **options: Any) -> Any:
         """What the forward gets from the linear layer."""
         given = (*args, *options.values())
-        if len(given) == 1 and isinstance(given[0], Tensor) and self.is_plain(given[0]):
-            return Logits(given[0], self.head.weight, self.head.bias)
+        x = given[0] if len(given) == 1 and isinstance(given[0], Tensor) else None
+        # Dynamo itself recognises tensor subclasses.
+        if x is not None and (is_dynamo_compiling() or (why_not_now(x) is None and not x.is_inference())):
+            return Logits(x, self.head.weight, self.head.bias)
         return self.head(*args, **options)
-
-    def is_plain(self, x: Tensor) -> bool:
-        """Whether the logits of x may stay uncomputed. Dynamo itself recognises tensor subclasses."""
-        return is_dynamo_compiling() or (why_not_now(x) is None and not x.is_inference())
 
     def call_loss(self, *args: Any, **options: Any) -> Tensor:
         """What the forward gets from the loss function."""
-        given = dict(zip(PARAMETERS, args, strict=False)) | options
-        logits, labels = given.get("logits"), given.get("labels")
-        found = None
-        if isinstance(logits, Logits) and isinstance(labels, Tensor):
-            found = self.loss(
-                logits, labels, given.get("vocab_size"), given.get("num_items_in_batch"),
-                given.get("ignore_index", IGNORED), given.get("shift_labels"),
-            )  # fmt: skip
-        elif not isinstance(logits, Logits):
-            say_once(self.model, _MORE, _COMPUTES)
+        found = self.loss(**(dict(zip(PARAMETERS, args, strict=False)) | options))
         if found is not None:
             return found
         args, options = computed((args, options), "in the loss function")
@@ -198,20 +187,22 @@ class HeadInside:
 
     def loss(
         self,
-        logits: Logits,
-        labels: Tensor,
-        classes: int | None,
-        items: Tensor | int | None,
-        ignore_index: int,
-        shift_labels: Tensor | None,
+        logits: Any = None,
+        labels: Any = None,
+        vocab_size: int | None = None,
+        num_items_in_batch: Tensor | int | None = None,
+        ignore_index: int = IGNORED,
+        shift_labels: Tensor | None = None,
+        **others: Any,
     ) -> Tensor | None:
         """The loss without logits; None if the loss function must be given logits, as when torch computes both."""
-        arithmetic = logits._arithmetic()
-        if arithmetic is None or logits._values is not None:
+        arithmetic = logits._arithmetic() if isinstance(logits, Logits) and logits._values is None else None
+        if arithmetic is None:
             say_once(self.model, _MORE, _COMPUTES)
+        if arithmetic is None or not isinstance(labels, Tensor):
             return None
         x, weight, bias = logits._x, logits._weight, logits._bias
-        if logits._modes_now() != logits._modes or classes != weight.shape[0] or type(ignore_index) is not int:
+        if logits._modes_now() != logits._modes or vocab_size != weight.shape[0] or type(ignore_index) is not int:
             return None
         target = shifted(labels, shift_labels, ignore_index)
         if target.dtype is not torch.int64 or target.numel() != x.shape[:-1].numel():
@@ -219,10 +210,10 @@ class HeadInside:
         target = target.reshape(x.shape[:-1]).to(x.device)
         logits._before("in the loss")
         softcap, scale = arithmetic
-        reduction = "mean" if items is None else "sum"
+        items = num_items_in_batch
         given: dict[str, Any] = {
-            "linear_bias": bias, "reduction": reduction, "ignore_index": ignore_index, "softcap": softcap,
-            "logit_scale": scale,
+            "linear_bias": bias, "reduction": "mean" if items is None else "sum", "ignore_index": ignore_index,
+            "softcap": softcap, "logit_scale": scale,
         }  # fmt: skip
         if is_dynamo_compiling():
             return divided(linear_cross_entropy(x, weight, target, **given), items)
@@ -297,12 +288,6 @@ class StandIn:
     __call__ = forward
 
 
-def head_class(original: type[nn.Module], name: str) -> type[FusedLossHead]:
-    """The class for models of class ``original`` whose last linear layer has this name."""
-    _, *arguments = inspect.signature(original.forward).parameters
-    return fused_class(FusedLossHead, original, fused_head=name, fused_place_of_labels=arguments.index("labels"))
-
-
 @torch.enable_grad()
 def _facts(head: nn.Linear, on: Device | None = None) -> Facts:
     """What the report says of the loss of a model's last linear layer: the mean over a training batch's tokens."""
@@ -328,5 +313,7 @@ def replace_heads(model: nn.Module, changes: Changes) -> None:
             continue
         head = getattr(module, name)
         text = f"{name}, loss_function: {head.in_features} -> {head.out_features} classes, without logits"
-        fused = head_class(type(module), name)
+        _, *arguments = inspect.signature(type(module).forward).parameters
+        place = arguments.index("labels")
+        fused = fused_class(FusedLossHead, type(module), fused_head=name, fused_place_of_labels=place)
         changes.change(path, module, fused, text, *_facts(head, changes.on), became=FusedLossHead.__name__)

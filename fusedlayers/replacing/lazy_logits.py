@@ -12,7 +12,7 @@ from torch import Tensor
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.utils._pytree import tree_iter
 
-from .logits import Logits
+from .logits import TO_FLOAT, Logits
 
 _ATEN = torch.ops.aten
 # Attributes of a tensor that do not need its values.
@@ -55,8 +55,8 @@ class LazyLogits(Tensor):
 
     @staticmethod
     def __new__(cls: type[LazyLogits], logits: Logits) -> LazyLogits:
-        dtype, device = logits._own_dtype(), logits._x.device
-        made: Any = Tensor._make_wrapper_subclass(cls, logits._own_shape(), dtype=dtype, device=device)
+        dtype, device = logits.dtype, logits.device
+        made: Any = Tensor._make_wrapper_subclass(cls, logits.shape, dtype=dtype, device=device)
         made._logits, made._of_loss = logits, False
         return made
 
@@ -206,14 +206,14 @@ def _like(logits: Logits, **options: Any) -> Logits | None:
         return None
     if not wanted:
         return logits._after()
-    return logits._after(("to", torch.float32)) if wanted == {"dtype": torch.float32} else None
+    return logits._after(TO_FLOAT) if wanted == {"dtype": torch.float32} else None
 
 
 # Operations whose results stay lazy; None if not. Results that share the memory share the logits.
 _LAZILY: dict[Any, Callable[..., Logits | None]] = {
     _ATEN.detach.default: lambda logits: logits,
     _ATEN.alias.default: lambda logits: logits,
-    _ATEN.view.default: lambda logits, shape: logits if torch.Size(shape) == logits._own_shape() else None,
+    _ATEN.view.default: lambda logits, shape: logits if torch.Size(shape) == logits.shape else None,
     _ATEN.clone.default: _like,
     _ATEN._to_copy.default: _like,
 }

@@ -17,6 +17,8 @@ _WITHOUT_AUTOCAST = ("meta", "lazy", "vulkan")
 _Arithmetic = tuple["float | None", float]
 # (name, number or dtype).
 _Step = tuple[str, Any]
+TO_FLOAT: _Step = ("to", torch.float32)
+_NONE: _Step = ("none", None)
 # Names of functions and methods.
 _PRODUCTS = ("mul", "multiply", "__mul__", "__rmul__")
 _QUOTIENTS = ("div", "divide", "true_divide", "__truediv__")
@@ -121,11 +123,14 @@ class Logits:
                 self._values = self._computed_from(self._x, self._weight, self._bias, self._steps)
         return self._values
 
-    def _then(self, step: str, value: Any = None) -> Logits | None:
-        """The logits after one more step; None if they must be computed for it."""
-        if self._values is not None or torch.is_grad_enabled() is not self._modes[0]:
+    def _operated(self, name: str, others: tuple[Any, ...]) -> Logits | None:
+        """The logits after an operator, a method or a function that leaves them uncomputed; None for any other."""
+        if self._values is not None:
             return None
-        return self._after((step, value))
+        step = _step_of(name, others)
+        if step == _NONE or (step == TO_FLOAT and self._dtype_after(self._steps) is torch.float32):
+            return self
+        return None if step is None or torch.is_grad_enabled() is not self._modes[0] else self._after(step)
 
     def _after(self, *steps: _Step) -> Logits:
         """The logits after these further steps, still uncomputed."""
@@ -133,16 +138,6 @@ class Logits:
         # As at creation: autocast may be off when somebody casts the result.
         after._modes, after._versions = self._modes, self._versions
         return after
-
-    def _operated(self, name: str, others: tuple[Any, ...]) -> Logits | None:
-        """The logits after an operator or a function that leaves them uncomputed; None for any other."""
-        if name == "tanh":
-            return None if others else self._then("tanh")
-        if len(others) != 1 or type(others[0]) not in (int, float):
-            return None
-        if name in _PRODUCTS:
-            return self._then("mul", others[0])
-        return self._then("div", others[0]) if name in _QUOTIENTS else None
 
     @classmethod
     def __torch_function__(
@@ -158,15 +153,13 @@ class Logits:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
             raise AttributeError(name)
-        if self._values is None and name in ("dtype", "device", "shape"):
-            if name == "shape":
-                return self._own_shape()
-            return self._own_dtype() if name == "dtype" else self._x.device
+        if self._values is None and name == "shape":
+            return torch.Size((*self._x.shape[:-1], self._weight.shape[0]))
+        if self._values is None and name == "dtype":
+            return self._dtype_after(self._steps)
+        if name == "device":
+            return self._x.device
         return getattr(self._tensor(f"its {name}"), name)
-
-    def _own_dtype(self) -> torch.dtype:
-        """The dtype of the logits once computed."""
-        return self._dtype_after(self._steps)
 
     def _dtype_after(self, steps: tuple[_Step, ...]) -> torch.dtype:
         """The dtype after these steps; autocast leaves float64 as it is."""
@@ -175,30 +168,6 @@ class Logits:
             if step == "to":
                 dtype = value
         return dtype
-
-    def _own_shape(self) -> torch.Size:
-        return torch.Size((*self._x.shape[:-1], self._weight.shape[0]))
-
-    def tanh(self) -> Any:
-        """``Tensor.tanh``."""
-        after = self._operated("tanh", ())
-        return self._tensor("in tanh").tanh() if after is None else after
-
-    def contiguous(self) -> Any:
-        """``Tensor.contiguous``: uncomputed logits will be."""
-        return self if self._values is None else self._values.contiguous()
-
-    def float(self) -> Any:
-        """``Tensor.float``."""
-        return self.to(torch.float32)
-
-    def to(self, *args: Any, **kwargs: Any) -> Any:
-        """``Tensor.to``; a cast to float32 alone leaves them uncomputed."""
-        if args == (torch.float32,) and not kwargs:
-            after = self if self._values is None and self._own_dtype() is torch.float32 else self._then("to", args[0])
-            if after is not None:
-                return after
-        return self._tensor("in to").to(*args, **kwargs)
 
     def _arithmetic(self) -> _Arithmetic | None:
         """The softcap and the scale of ``linear_cross_entropy`` that equal the steps; None if there are none."""
@@ -225,21 +194,40 @@ class Logits:
         return (softcap if capped else None), scale
 
 
+def _step_of(name: str, others: tuple[Any, ...]) -> _Step | None:
+    """The step that an operation is, given its other arguments; None if it is none that stays uncomputed."""
+    if name in ("tanh", "contiguous", "float"):
+        steps = {"tanh": ("tanh", None), "contiguous": _NONE, "float": TO_FLOAT}
+        return None if others else steps[name]
+    if len(others) != 1:
+        return None
+    if name == "to":
+        return TO_FLOAT if others[0] is torch.float32 else None
+    if type(others[0]) not in (int, float):
+        return None
+    if name in _PRODUCTS:
+        return "mul", others[0]
+    return ("div", others[0]) if name in _QUOTIENTS else None
+
+
 def _operator(name: str) -> Callable[..., Any]:
-    def operator(self: Logits, *others: Any) -> Any:
-        if (found := self._operated(name, others)) is not None:
+    def operator(self: Logits, *others: Any, **options: Any) -> Any:
+        if not options and (found := self._operated(name, others)) is not None:
             return found
-        return getattr(self._tensor(f"in {name}"), name)(*computed(others, f"in {name}"))
+        others, options = computed((others, options), f"in {name}")
+        return getattr(self._tensor(f"in {name}"), name)(*others, **options)
 
     return operator
 
 
-# Python looks these up on the class.
+# Python looks operators up on the class.
 _NUMERIC = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and", "or", "xor")
 _OTHERS = ("neg", "pos", "abs", "invert", "lt", "le", "gt", "ge", "eq", "ne", "bool", "float", "int")
 _ITEMS = ("getitem", "setitem", "len", "iter", "contains")
 for _name in (*(side + name for name in _NUMERIC for side in ("", "r", "i")), *_OTHERS, *_ITEMS):
     setattr(Logits, f"__{_name}__", _operator(f"__{_name}__"))
+for _name in ("tanh", "contiguous", "float", "to"):
+    setattr(Logits, _name, _operator(_name))
 
 
 def computed(values: Any, use: str) -> Any:

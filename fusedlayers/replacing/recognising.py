@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from itertools import permutations
 from typing import Any, NamedTuple
 
@@ -71,28 +72,26 @@ def recognise(block: nn.Module, taken: set[nn.Module]) -> FoundRule | str | None
     if not widths:
         return None
     reasons: list[str] = []
-    whole = _tried(lambda: _whole_block(block, widths[0]), "forward", reasons)
-    if whole is not None:
-        return whole
+    with _noting("forward", reasons):
+        return _whole_block(block, widths[0])
     allowed = {site.path for site in found}
     for name, method in _methods(block, allowed):
-        for ffn, reader in _ffns_in(block, method, allowed, reasons):
-            rule = _tried(lambda n=name, f=ffn, r=reader: _inside(block, n, f, r), name, reasons)  # type: ignore[misc]
-            if rule is not None:
-                return rule
+        for rule in _rules_inside(block, name, method, allowed, reasons):
+            return rule
     # A layer with several inputs may still hold an FFN: report that reason only if there is no other.
     said = [reason for reason in reasons if _SEVERAL not in reason]
     return next(iter((*said, *reasons)), None)
 
 
-def _tried(find: Callable[[], FoundRule], method: str, reasons: list[str]) -> FoundRule | None:
+@contextmanager
+def _noting(method: str, reasons: list[str]) -> Iterator[None]:
+    """Note why no rule was found, and go on."""
     try:
-        return find()
+        yield
     except OtherFormula as reason:
         reasons.append(str(reason))
     except NotUnderstood as reason:
         reasons.append(f"its {method} {reason}")
-    return None
 
 
 def _whole_block(block: nn.Module, width: int) -> FoundRule:
@@ -139,11 +138,11 @@ def checked(block: nn.Module, rule: FFNRule) -> FoundRule | str:
     reasons: list[str] = []
     found: list[FoundRule] = []
     if rule.inside is None:
-        found += filter(None, [_tried(lambda: _whole_block(block, sizes[0]), "forward", reasons)])
+        with _noting("forward", reasons):
+            found.append(_whole_block(block, sizes[0]))
     else:
         paths = {path for path, _ in linears(block)}
-        for ffn, reader in _ffns_in(block, functions[method], paths, reasons):
-            found += filter(None, [_tried(lambda f=ffn, r=reader: _inside(block, method, f, r), method, reasons)])  # type: ignore[misc]
+        found += _rules_inside(block, method, functions[method], paths, reasons)
     said = _parts_of(block, rule)
     for each in found:
         read = _parts_of(block, each)
@@ -197,41 +196,39 @@ def _methods(block: nn.Module, paths: set[str]) -> Iterator[tuple[str, Callable[
         seen |= names
 
 
-def _ffns_in(
-    block: nn.Module, method: Callable[..., Any], allowed: set[str], reasons: list[str]
-) -> Iterator[tuple[FFN, Reader]]:
-    """The FFNs of these linears that a method computes anywhere, if the linears are called for nothing else."""
+def _rules_inside(
+    block: nn.Module, name: str, method: Callable[..., Any], allowed: set[str], reasons: list[str]
+) -> Iterator[FoundRule]:
+    """The rules of the FFNs of these linears that a method computes anywhere."""
     reader = Reader(block, lenient=True)
-    try:
+    with _noting(name, reasons):
         reader.read(inspect.unwrap(method))
-    except NotUnderstood as reason:
-        reasons.append(f"its {method.__name__} {reason}")
-        return
+        for ffn in _ffns_in(name, reader, allowed, reasons):
+            with _noting(name, reasons):
+                yield _inside(block, name, ffn, reader)
+
+
+def _ffns_in(method: str, reader: Reader, allowed: set[str], reasons: list[str]) -> Iterator[FFN]:
+    """The FFNs of these linears that a method computes, if the linears are called for nothing else."""
     called = [call.path for call in reader.linears]
     found: dict[tuple[str | None, ...], list[FFN]] = {}
     for call in reader.linears:
         if not linears_in(call.input):
             continue
-        try:
+        with _noting(method, reasons):
             ffn = ffn_before(call.path, call.input, reader.lines)
-        except NotUnderstood as reason:
-            reasons.append(str(reason))
-            continue
-        begin = min(each.time for each in reader.linears if each.path in (ffn.up, ffn.gate) and each.input == ffn.input)
-        if begin != call.time:
-            reasons.append(
-                f"its {method.__name__} does something between {ffn.up} and {ffn.down} that is not understood"
-            )
-            continue
-        parts = (ffn.up, ffn.down, ffn.gate, ffn.gate_rows, ffn.activation, ffn.dropout)
-        found.setdefault(parts, []).append(ffn)
+            into = [each for each in reader.linears if each.path in (ffn.up, ffn.gate) and each.input == ffn.input]
+            if min(each.time for each in into) != call.time:
+                raise NotUnderstood(f"does something between {ffn.up} and {ffn.down} that is not understood")
+            parts = (ffn.up, ffn.down, ffn.gate, ffn.gate_rows, ffn.activation, ffn.dropout)
+            found.setdefault(parts, []).append(ffn)
     for (up, down, gate, *_), ffns in found.items():
         paths = {path for path in (up, down, gate) if path is not None}
         # A method may run its FFN several times, and call its last linear for something else, too.
         if paths <= allowed and (used := (paths - {down}) & reader.escaped):
             reasons.append(f"its {' and '.join(sorted(used))} gives a hidden that is used for something else, too")
         elif paths <= allowed and all(called.count(path) == len(ffns) for path in paths - {down}):
-            yield ffns[0], reader
+            yield ffns[0]
 
 
 def _inside(block: nn.Module, method: str, ffn: FFN, reader: Reader) -> FoundRule:

@@ -45,7 +45,7 @@ class Attributes(State):
                 raise NotUnderstood(f"calls the function {name} of a module that nobody finds")
             self._note("functions", (str(space.get("__name__")), name), value)
             return Known(value)
-        if isinstance(value, type) or value is typing.cast or operations.torch_constant(value):
+        if isinstance(value, type) or value is typing.cast or operations.is_dtype(value):
             return Known(value)
         raise NotUnderstood(f"reads the global variable {name}")
 
@@ -65,7 +65,7 @@ class Attributes(State):
             of_torch = owner.value.__name__.partition(".")[0] == "torch"
             if not of_torch and owner.value not in (math, typing):
                 raise NotUnderstood(f"reads {owner.value.__name__}.{name}")
-            if isinstance(value, types.ModuleType) or operations.is_known(value) or operations.torch_constant(value):
+            if isinstance(value, types.ModuleType) or operations.is_known(value) or operations.is_dtype(value):
                 return Known(value)
             if owner.value is math or owner.value is typing or (owner.value is torch and name == "Tensor"):
                 return Known(value)

@@ -90,7 +90,7 @@ class Expressions(Calls):
         if isinstance(owner, shapes.Halves):
             return owner.part(_half_at(node.slice, owner.interleaved))
         if isinstance(owner, Formula):
-            place = _columns_at(node.slice) or self._half_by_bounds(node.slice, owner, frame)
+            place = self._half_by_bounds(node.slice, owner, frame)
             if place is None or owner.value.single is None or not owner.width or owner.width % 2:
                 raise NotUnderstood("takes some rows or columns of a tensor")
             self._viewed.append(owner)
@@ -119,18 +119,22 @@ class Expressions(Calls):
         raise NotUnderstood("takes a part of something")
 
     def _half_by_bounds(self, node: ast.expr, owner: Formula, frame: Frame) -> str | None:
-        """Which half ``[..., :n]`` or ``[..., n:]`` takes."""
+        """Which half of the columns ``[..., start:stop:step]`` takes; None: none of them."""
         if not isinstance(node, ast.Tuple) or len(node.elts) != 2 or ast.unparse(node.elts[0]) != "...":
             return None
         columns = node.elts[1]
-        if not isinstance(columns, ast.Slice) or columns.step is not None or not owner.width:
+        if not isinstance(columns, ast.Slice) or not owner.width:
             return None
-        bounds = [None if each is None else self.value(each, frame) for each in (columns.lower, columns.upper)]
-        if not all(each is None or (isinstance(each, Known) and type(each.value) is int) for each in bounds):
+        given = [None if each is None else self.value(each, frame) for each in (columns.lower, columns.upper)]
+        start, stop = (getattr(each, "value", each) for each in given)
+        step = "1" if columns.step is None else ast.unparse(columns.step)
+        if step not in ("1", "2") or not {type(start), type(stop)} <= {int, type(None)}:
             return None
-        found = range(owner.width)[slice(*(each and each.value for each in bounds))]
+        found = range(owner.width)[start : stop : int(step)]
         half = owner.width // 2
-        return {range(half): "first", range(half, owner.width): "last"}.get(found)
+        if step == "1":
+            return {range(half): "first", range(half, owner.width): "last"}.get(found)
+        return {range(0, owner.width, 2): "even", range(1, owner.width, 2): "odd"}.get(found)
 
     def _of_dict(self, node: ast.Dict, frame: Frame) -> Any:
         keys = [None if each is None else self.value(each, frame) for each in node.keys]
@@ -244,7 +248,7 @@ class Expressions(Calls):
             for each in (one, *(others or ()))
         ]
         equal = kind in (ast.Eq, ast.Is, ast.In)
-        if not all(map(operations.torch_constant, found)) or not (equal or kind in (ast.NotEq, ast.IsNot, ast.NotIn)):
+        if not all(map(operations.is_dtype, found)) or not (equal or kind in (ast.NotEq, ast.IsNot, ast.NotIn)):
             raise NotUnderstood("compares what is not known")
         return (found[0] in found[1:]) is equal
 
@@ -317,9 +321,3 @@ def _half_at(place: ast.expr, interleaved: bool) -> int:
     if found is None:
         raise NotUnderstood("takes some rows or columns of a tensor")
     return found
-
-
-def _columns_at(place: ast.expr) -> str | None:
-    """Whether ``[..., ::2]`` takes the even or the odd columns."""
-    text = ast.unparse(place).replace("(", "").replace(")", "").replace(" ", "")
-    return {"...,::2": "even", "...,0::2": "even", "...,1::2": "odd"}.get(text)

@@ -7,9 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import permutations
 from typing import NamedTuple
 
-from ...kernels.activations import ACTIVATIONS
 from .operations import normalised
-from .polynomials import Atom, Polynomial, function, linears_in
+from .polynomials import Atom, Polynomial, activation_giving, linears_in
 from .values import NotUnderstood
 
 
@@ -55,21 +54,19 @@ def ffn_before(down: str, hidden: Polynomial, lines: Mapping[Polynomial, ast.stm
     inner, dropout = _undropped(hidden)
     products = _products(inner)
     for one in products:
-        if one[0] == "linear":
-            for name in ACTIVATIONS:
-                if name != "identity" and function(name, _of(one)) == inner:
-                    return FFN(str(one[1]), down, None, None, name, _of(one), _input(one), dropout, None)
+        name = activation_giving(inner, _of(one)) if one[0] == "linear" else None
+        if name not in (None, "identity"):
+            return FFN(str(one[1]), down, None, None, str(name), _of(one), _input(one), dropout, None)
     for gate, up in permutations(products, 2):
         if _input(gate) != _input(up) or gate[0] != up[0]:
             continue
-        for name in ACTIVATIONS:
-            if function(name, _of(gate)) * _of(up) != inner:
-                continue
-            if gate[0] == "linear":
-                return FFN(str(up[1]), down, str(gate[1]), None, name, _of(gate), _input(gate), dropout, None)
-            if gate[1] == up[1]:
-                merged, rows = str(gate[1][1]), str(gate[2])  # type: ignore[index]
-                return FFN(merged, down, None, rows, name, _of(gate), _input(gate), dropout, None)
+        if (name := activation_giving(inner, _of(gate), _of(up))) is None:
+            continue
+        if gate[0] == "linear":
+            return FFN(str(up[1]), down, str(gate[1]), None, name, _of(gate), _input(gate), dropout, None)
+        if gate[1] == up[1]:
+            merged, rows = str(gate[1][1]), str(gate[2])  # type: ignore[index]
+            return FFN(merged, down, None, rows, name, _of(gate), _input(gate), dropout, None)
     what = " or ".join(f"{text(_of(each))}" for each in products) or "a linear"
     raise OtherFormula(f"its {down} takes {text(hidden)}, which is no activation of {what}{_line(lines, hidden)}")
 
@@ -114,9 +111,8 @@ def text(value: Polynomial) -> str:
 def _written(value: Polynomial) -> Iterator[tuple[str, Polynomial]]:
     """The activation or norm that equals a polynomial, and its argument."""
     for found in _products(value):
-        for name in ACTIVATIONS:
-            if name != "identity" and function(name, _of(found)) == value:
-                yield name, _of(found)
+        if (name := activation_giving(value, _of(found))) not in (None, "identity"):
+            yield str(name), _of(found)
     for found in value.atoms():
         if found[0] == "power" and found[2] == -0.5:
             variance: Polynomial = found[1]  # type: ignore[assignment]

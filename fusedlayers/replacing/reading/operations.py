@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 
 from . import polynomials, shapes
 from .activation_modules import TORCH_FUNCTIONS
@@ -21,16 +20,14 @@ from .arguments import arguments, last_dimension, plain
 from .polynomials import Polynomial, atom, number
 from .values import Dtype, Formula, Known, NotUnderstood, Training
 
-# Elementary functions and activations, with the torch functions that compute them.
-_FUNCTIONS: dict[str, tuple[Callable[..., Any], ...]] = {
+# Each operation, with the functions of torch that compute it. In-place ones are the same operation.
+_ELEMENTARY: dict[str, tuple[Callable[..., Any], ...]] = {
     **{name: functions for name, functions in TORCH_FUNCTIONS.items() if name != "leaky_relu"},
     "erf": (torch.erf, torch.special.erf),
     "exp": (torch.exp,),
     "softplus": (F.softplus,),
     "square": (torch.square,),
 }
-_INPLACE = {torch.relu_: "relu", F.relu_: "relu", torch.tanh_: "tanh", torch.sigmoid_: "sigmoid"}
-_METHODS = {"relu", "tanh", "sigmoid", "erf", "exp", "square"}
 _BINARY: dict[str, tuple[Callable[..., Any], ...]] = {
     "add": (torch.add, operator.add),
     "sub": (torch.sub, torch.subtract, operator.sub),
@@ -39,27 +36,32 @@ _BINARY: dict[str, tuple[Callable[..., Any], ...]] = {
     "pow": (torch.pow, operator.pow),
 }
 _NAMES: dict[Any, str] = {
-    each: name for table in (_FUNCTIONS, _BINARY) for name, functions in table.items() for each in functions
-}
-_OTHERS: dict[Any, str] = {
+    **{each: name for table in (_ELEMENTARY, _BINARY) for name, functions in table.items() for each in functions},
+    torch.relu_: "relu", F.relu_: "relu", torch.tanh_: "tanh", torch.sigmoid_: "sigmoid",
     F.gelu: "gelu", F.leaky_relu: "leaky_relu", F.dropout: "dropout", F.glu: "glu", torch.chunk: "chunk",
     torch.split: "split", torch.mean: "mean", torch.var: "var", torch.rsqrt: "rsqrt", torch.sqrt: "sqrt",
     torch.reciprocal: "reciprocal", torch.neg: "neg", F.rms_norm: "rms_norm", torch.rms_norm: "rms_norm",
     F.layer_norm: "layer_norm", torch.clamp: "clamp", torch.clip: "clamp", torch.unbind: "unbind",
     torch.var_mean: "var_mean",
 }  # fmt: skip
-_TENSOR_METHODS = {
-    *_METHODS, *_BINARY, "multiply", "subtract", "divide", "true_divide", "chunk", "split", "mean", "var", "rsqrt",
-    "sqrt", "reciprocal", "neg", "to", "float", "type_as", "view", "reshape", "view_as", "reshape_as", "flatten",
-    "contiguous", "clamp", "clip", "size", "dim", "unflatten", "unbind",
-}  # fmt: skip
 _ALIASES = {"multiply": "mul", "subtract": "sub", "divide": "div", "true_divide": "div", "clip": "clamp"}
+_METHODS = {
+    *_BINARY, *_ALIASES, "relu", "tanh", "sigmoid", "erf", "exp", "square", "chunk", "split", "mean", "var", "rsqrt",
+    "sqrt", "reciprocal", "neg", "to", "float", "type_as", "view", "reshape", "view_as", "reshape_as", "flatten",
+    "contiguous", "clamp", "size", "dim", "unflatten", "unbind",
+}  # fmt: skip
+# Operations that end the reading. Not even clamp(min=0) is relu: its gradient at 0 is 1.
+_REFUSED = {
+    "clamp": "cuts values off by clamp",
+    "unbind": "takes a tensor apart by unbind",
+    "dim": "asks how many dimensions its input has",
+}
 
 
 def is_known(function: Any) -> bool:
     """Whether this module can read a function of torch."""
     try:
-        return function in _NAMES or function in _OTHERS or function in _INPLACE
+        return function in _NAMES
     except TypeError:
         return False
 
@@ -69,14 +71,12 @@ def call(function: Any, args: Sequence[Any], options: dict[str, Any]) -> Any:
     options = dict(options)
     if "input" in options:
         args = (options.pop("input"), *args)
-    if function in _INPLACE:
-        return _run(_INPLACE[function], args, options)
-    return _run(_NAMES.get(function) or _OTHERS[function], args, options)
+    return _run(_NAMES[function], args, options)
 
 
 def method(owner: Formula, name: str, args: Sequence[Any], options: dict[str, Any]) -> Any:
     """The result of a method of a tensor."""
-    if name not in _TENSOR_METHODS:
+    if name not in _METHODS:
         raise NotUnderstood(f"calls {name} of a tensor")
     return _run(_ALIASES.get(name, name), (owner, *args), dict(options))
 
@@ -135,10 +135,12 @@ def _run(name: str, args: Sequence[Any], options: dict[str, Any]) -> Any:
         if len(args) != 2 or options:
             raise NotUnderstood(f"gives options to {name}")
         return binary(name, x, args[1])
-    if name in _FUNCTIONS:
+    if name in _ELEMENTARY:
         if len(args) != 1 or options:
             raise NotUnderstood(f"gives options to {name}")
         return x.with_value(polynomials.function(name, x.value))
+    if name in _REFUSED:
+        raise NotUnderstood(_REFUSED[name])
     return _HANDLERS[name](x, args[1:], options)
 
 
@@ -152,11 +154,6 @@ def _gelu(x: Formula, args: Sequence[Any], options: dict[str, Any]) -> Formula:
 def _leaky_relu(x: Formula, args: Sequence[Any], options: dict[str, Any]) -> Formula:
     slope = arguments(args, options, "leaky_relu", negative_slope=0.01)["negative_slope"]
     return x.with_value(atom("function", f"leaky_relu {slope:g}", x.value))
-
-
-def _clamp(x: Formula, args: Sequence[Any], options: dict[str, Any]) -> Formula:
-    # Not even clamp(min=0): its gradient at 0 is 1, and relu's is 0.
-    raise NotUnderstood("cuts values off by clamp")
 
 
 def _dropout(x: Formula, args: Sequence[Any], options: dict[str, Any]) -> Formula:
@@ -200,17 +197,13 @@ def _var_mean(x: Formula, args: Sequence[Any], options: dict[str, Any]) -> tuple
     return _var(x, args, options), x.with_value(polynomials.mean(x.value), 1)
 
 
-def _of_power(exponent: float) -> Callable[..., Formula]:
+def _pointwise(compute: Callable[[Polynomial], Polynomial]) -> Callable[..., Formula]:
     def run(x: Formula, args: Sequence[Any], options: dict[str, Any]) -> Formula:
         if args or options:
             raise NotUnderstood("gives options to a power")
-        return x.with_value(polynomials.power(x.value, exponent))
+        return x.with_value(compute(x.value))
 
     return run
-
-
-def _neg(x: Formula, args: Sequence[Any], options: dict[str, Any]) -> Formula:
-    return x.with_value(-x.value)
 
 
 def _norm(name: str) -> Callable[..., Formula]:
@@ -266,16 +259,18 @@ def _type_as(x: Formula, args: Sequence[Any], options: dict[str, Any]) -> Formul
 
 
 _HANDLERS: dict[str, Callable[[Formula, Sequence[Any], dict[str, Any]], Any]] = {
-    "gelu": _gelu, "leaky_relu": _leaky_relu, "clamp": _clamp, "dropout": _dropout, "chunk": shapes.chunk, "split":
-    shapes.split, "glu": _glu, "mean": _mean, "var": _var, "var_mean": _var_mean, "rsqrt": _of_power(-0.5), "sqrt":
-    _of_power(0.5), "reciprocal": _of_power(-1.0), "neg": _neg, "rms_norm": _norm("rms_norm"), "layer_norm":
-    _norm("layer_norm"), "to": _to, "float": _float, "type_as": _type_as, "view": shapes.view, "reshape": shapes.view,
-    "view_as": shapes.view_as, "reshape_as": shapes.view_as, "flatten": shapes.flatten, "contiguous":
-    shapes.contiguous, "size": shapes.size_of, "dim": shapes.dim, "unflatten": shapes.unflatten, "unbind":
-    shapes.unbind,
+    "gelu": _gelu, "leaky_relu": _leaky_relu, "dropout": _dropout, "glu": _glu, "mean": _mean, "var": _var,
+    "var_mean": _var_mean, "rms_norm": _norm("rms_norm"), "layer_norm": _norm("layer_norm"), "to": _to,
+    "float": _float, "type_as": _type_as, "chunk": shapes.chunk, "split": shapes.split, "view": shapes.view,
+    "reshape": shapes.view, "view_as": shapes.view_as, "reshape_as": shapes.view_as, "flatten": shapes.flatten,
+    "contiguous": shapes.contiguous, "size": shapes.size_of, "unflatten": shapes.unflatten,
+    "rsqrt": _pointwise(lambda value: polynomials.power(value, -0.5)),
+    "sqrt": _pointwise(lambda value: polynomials.power(value, 0.5)),
+    "reciprocal": _pointwise(lambda value: polynomials.power(value, -1.0)),
+    "neg": _pointwise(operator.neg),
 }  # fmt: skip
 
 
-def torch_constant(value: Any) -> bool:
+def is_dtype(value: Any) -> bool:
     """Whether a value is a torch.dtype."""
-    return isinstance(value, torch.dtype) and not isinstance(value, Tensor)
+    return isinstance(value, torch.dtype)

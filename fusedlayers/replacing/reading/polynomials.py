@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Hashable, Iterable
 
-from ...kernels.activations import LEAKY_SLOPE
+from ...kernels.activations import ACTIVATIONS, LEAKY_SLOPE
 
 # (kind, parts, which may be polynomials).
 Atom = tuple[Hashable, ...]
@@ -184,6 +184,12 @@ _WRITTEN: dict[str, Callable[[Polynomial], Polynomial]] = {
     "gelu_tanh": _gelu_tanh,
     "leaky_relu": lambda base: atom("function", f"leaky_relu {LEAKY_SLOPE:g}", base),
 }
+
+
+def activation_giving(value: Polynomial, argument: Polynomial, factor: Polynomial | None = None) -> str | None:
+    """The activation whose value at ``argument``, times ``factor``, is this polynomial; None if there is none."""
+    factor = number(1.0) if factor is None else factor
+    return next((name for name in ACTIVATIONS if function(name, argument) * factor == value), None)
 
 
 def linears_in(value: Polynomial, *, halves: bool = False) -> dict[Atom, None]:

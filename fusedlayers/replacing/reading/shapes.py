@@ -69,10 +69,6 @@ def unflatten(x: Formula, args: Sequence[Any], options: dict[str, Any]) -> Halve
     return Halves.of(x, given["sizes"])
 
 
-def unbind(x: Any, args: Sequence[Any], options: dict[str, Any]) -> tuple[Formula, ...]:
-    raise NotUnderstood("takes a tensor apart by unbind")
-
-
 def view(x: Formula, args: Sequence[Any], options: dict[str, Any]) -> Any:
     sizes = list(args[0]) if len(args) == 1 and isinstance(args[0], tuple) else list(args)
     if options or not sizes:
@@ -118,7 +114,3 @@ def size_of(x: Formula, args: Sequence[Any], options: dict[str, Any]) -> Any:
     if arguments(args, options, "size", dim=None)["dim"] == -1 and x.width:
         return Known(x.width)
     raise NotUnderstood("asks for the shape of its input")
-
-
-def dim(x: Formula, args: Sequence[Any], options: dict[str, Any]) -> Any:
-    raise NotUnderstood("asks how many dimensions its input has")
