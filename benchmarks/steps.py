@@ -44,7 +44,7 @@ from fusedlayers.bench.verification import Finding, Verification
 from fusedlayers.closeness import MAX_ERROR_LIMIT, RMS_FLOOR
 from fusedlayers.functional.dispatch import decisions
 from fusedlayers.functional.switches import switched
-from fusedlayers.replacing.expert_ffns import run_eagerly
+from fusedlayers.replacing.experts.formula import run_eagerly
 
 from . import attention, step_tables
 from .endings import answered, finish

@@ -26,7 +26,7 @@ from .functional.operation import OPERATIONS, Operation, operation_of
 from .functional.switches import switched
 from .modules import FusedFFN, class_path
 from .replacing import restore
-from .replacing.expert_ffns import run_eagerly
+from .replacing.experts.formula import run_eagerly
 
 # By name: its import takes seconds.
 _DISTRIBUTED = "torch.distributed.tensor.DTensor"

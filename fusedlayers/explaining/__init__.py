@@ -11,7 +11,7 @@ from ..devices import describe
 from ..functional.dispatch import dispatch, plan_on_card
 from ..functional.operation import Operation, operation_of
 from ..planning import Device
-from ..replacing.heads import FusedLossHead
+from ..replacing.loss import FusedLossHead
 from .explanation import BlockExplanation, Explanation, ModelExplanation, explanation_of, in_16_bits, problem_on
 from .models import calls_of_model, function_and_arguments, is_model
 

@@ -12,9 +12,9 @@ from .. import functional
 from ..functional.operands import autocast_dtype
 from ..functional.operation import Operation, operation_of
 from ..modules import FFNPieces, FusedFFN, FusedMoE, LinearCrossEntropyLoss, SplitKLinear, linear_weight
-from ..replacing.blocks import FusedBlock, FusedSequentialFFN
 from ..replacing.experts import FusedExperts, routing_of_experts
-from ..replacing.heads import FusedLossHead
+from ..replacing.ffn.blocks import FusedBlock, FusedSequentialFFN
+from ..replacing.loss import FusedLossHead
 
 _BLOCKS = (FusedBlock, FusedExperts, FusedFFN, FusedLossHead, FusedMoE, LinearCrossEntropyLoss, SplitKLinear)
 

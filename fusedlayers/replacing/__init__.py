@@ -1,11 +1,21 @@
 """`replace` and `restore`: run FFNs, experts, losses and norms fused; leave everything else as it is.
 
-A replaced block is the same module object with another class: a generated subclass of its own class. Its forward hands
-the weights of plain children to ``functional.ffn``, and otherwise runs the original forward. So parameters, names,
-hooks, buffers, tied weights, the training flag and references held elsewhere stay by construction, all state is on the
-class, and ``restore`` sets the old class back. ``torch.nn.utils.parametrize`` and FSDP2 change classes the same way. No
-class of torch or of the user is edited. Whether the children are plain is checked at every call: LoRA or a hook may be
-added later.
+A replaced block is the same module object with another class: a generated subclass of its own class (``swapping``). Its
+forward hands the weights of plain children to ``functional.ffn``, and otherwise runs the original forward. So
+parameters, names, hooks, buffers, tied weights, the training flag and references held elsewhere stay by construction,
+all state is on the class, and ``restore`` sets the old class back. ``torch.nn.utils.parametrize`` and FSDP2 change
+classes the same way. No class of torch or of the user is edited. Whether the children are plain is checked at every
+call: LoRA or a hook may be added later.
+
+How a module is found, in the order in which to read the files:
+
+1. ``reading`` executes the source of a method on symbols. What a tensor holds is a polynomial in normal form, so two
+   ways to write one formula are equal.
+2. ``ffn``, ``experts``, ``norms`` and ``loss`` compare what was read with the formulas that the library runs.
+3. ``conditions``: a reading holds while the attributes, methods and functions that it depends on stay as they were.
+4. An FFN in the middle of a method becomes one call: ``reading.rewriting`` edits the tree of the method.
+5. The loss of a language model needs no logits: ``loss`` hands out logits that are computed when they are first read.
+6. ``rules`` are what a user says of a class instead; ``saving`` and ``report`` say what was done.
 
 Checkpoints are unaffected. A pickled module names the new class, so loading it needs this library, and
 ``torch.jit.script`` needs the original class: call restore before either where that matters.
@@ -26,14 +36,14 @@ from ..functional.precision import Float8, precision_word
 from ..modules import FusedFFN, SplitKLinear, class_name, class_path, forget
 from ..planning import card
 from .activations import torch_module_activation
-from .blocks import FusedSequentialFFN
 from .experts import replace_experts
-from .experts_interface import register_experts
-from .ffns import replace_ffns
-from .heads import replace_heads
+from .experts.interface import register_experts
+from .ffn import replace_ffns
+from .ffn.blocks import FusedSequentialFFN
+from .ffn.choosing import Chooser
 from .linears import replace_linears
+from .loss import replace_heads
 from .norms import replace_norms
-from .patterns import Patterns
 from .report import ALREADY_FUSED, Changes, Entry, Report
 from .rules import FFNRule, LinearRule
 from .swapping import ReplacedModule
@@ -123,7 +133,7 @@ def replace(
     if on is not None and not dry_run:
         raise ValueError(f"on={on!r} tells what another GPU would do: expected dry_run=True with it")
     changes = Changes(None if on is None else card(on))
-    in_ffns = replace_ffns(model, Patterns(ffn_rules, recompute, precision), changes)
+    in_ffns = replace_ffns(model, Chooser(ffn_rules, recompute, precision), changes)
     replace_experts(model, recompute, changes)
     replace_linears(model, linear_rules, in_ffns, precision, changes)
     if loss:

@@ -11,7 +11,7 @@ from ..functional.switches import backend
 from ..modules import SplitKLinear, say_once, why_not_plain, why_patched
 from ..planning import Device
 from ..planning.float8 import why_narrow, why_uneven
-from .heads import heads_of
+from .loss import heads_of
 from .report import ALREADY_FUSED, Changes, Entry
 from .rules import LinearRule
 from .saving import of_tokens, planned, precision_in_words
@@ -39,9 +39,9 @@ class FusedSplitKLinear(ReplacedModule, SplitKLinear):
 
 
 def replace_linears(
-    model: nn.Module, rules: Sequence[LinearRule], parts: set[nn.Module], precision: str | None, changes: Changes
+    model: nn.Module, rules: Sequence[LinearRule], in_ffns: set[nn.Module], precision: str | None, changes: Changes
 ) -> None:
-    """Find the linears that match a rule, or can run in 8 bits; ``parts`` are those of FFNs."""
+    """Find the linears that match a rule, or can run in 8 bits; ``in_ffns`` are those of FFNs."""
     idle = list(rules)
     heads = set() if precision is None else heads_of(model)
     for path, module in model.named_modules():
@@ -49,10 +49,10 @@ def replace_linears(
             continue
         given = next((rule for rule in rules if rule.takes(path, module)), None)
         # Subclasses, SplitKLinear among them, are left alone.
-        if given is None and (precision is None or type(module) is not nn.Linear or module in parts):
+        if given is None and (precision is None or type(module) is not nn.Linear or module in in_ffns):
             continue
         idle = [rule for rule in idle if rule is not given]
-        reason = _why_left(module, parts) if given else _why_not_in_8_bits(module, heads)
+        reason = _why_left(module, in_ffns) if given else _why_not_in_8_bits(module, heads)
         if reason is not None:
             changes.skip(path, module, reason)
             continue
@@ -70,9 +70,9 @@ def replace_linears(
     changes.skipped += [Entry("(rules)", "Linear", None, f"no linear meets the conditions of {rule}") for rule in idle]
 
 
-def _why_left(linear: nn.Linear, parts: set[nn.Module]) -> str | None:
+def _why_left(linear: nn.Linear, in_ffns: set[nn.Module]) -> str | None:
     """Why a linear stays as it is although a rule takes it, or None."""
-    if linear in parts:
+    if linear in in_ffns:
         return "is part of a fused FFN"
     return ALREADY_FUSED if isinstance(linear, SplitKLinear) else why_not_plain(linear)
 

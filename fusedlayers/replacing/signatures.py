@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Hashable
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -51,16 +50,12 @@ def _is_hashable(value: object) -> bool:
     return True
 
 
-def _unwrapped(function: Any) -> Any:
-    return inspect.unwrap(function) if callable(function) else function
-
-
 def _names_read(kind: type[nn.Module], forward: object) -> frozenset[str]:
     """The names in the methods of a class, except in __init__; ``forward`` may be patched."""
-    functions = [forward]
+    functions: list[Any] = [forward]
     for base in kind.__mro__[: kind.__mro__.index(nn.Module)]:
         functions += [function for name, function in vars(base).items() if name != "__init__"]
-    found = [inner.__code__ for each in functions if hasattr(inner := _unwrapped(each), "__code__")]
+    found = [inner.__code__ for each in functions if hasattr(inner := inspect.unwrap(each), "__code__")]
     codes = [each for code in found for each in codes_in(code)]
     # hasattr and getattr take names as strings.
     strings = {value for each in codes for value in each.co_consts if isinstance(value, str)}

@@ -109,8 +109,7 @@ def fused_class(kind: type[_Kind], original: type[nn.Module], **facts: Any) -> t
             made = type(kind.__name__, (kind,), names)
         else:
             overrides = kind.fused_overrides(original, **facts)
-            further = facts.get("fused_watched", kind.fused_watched)
-            watched = [name for name in (*overrides, *further) if hasattr(original, name)]
+            watched = [name for name in (*overrides, *kind.fused_watched) if hasattr(original, name)]
             names |= overrides | {"fused_methods": {name: getattr(original, name) for name in watched}}
             if kind.fused_keeps_name:
                 names |= {"__module__": original.__module__, "__qualname__": original.__qualname__}

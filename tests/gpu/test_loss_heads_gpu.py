@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import fusedlayers as fl
-from fusedlayers.replacing.lazy_logits import LazyLogits
-from fusedlayers.replacing.logits import NoLogits
+from fusedlayers.replacing.loss.lazy_logits import LazyLogits
+from fusedlayers.replacing.loss.logits import NoLogits
 from tests.models.device_table import changed
 from tests.models.loss_heads import FAMILIES, IGNORED, Inputs, build, in_kernels, losses, replaced, results, truth
 from tests.support import seeds

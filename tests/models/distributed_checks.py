@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 import fusedlayers as fl
 from fusedlayers.closeness import assert_all_close
 from fusedlayers.functional.dispatch import decisions
-from fusedlayers.replacing.lazy_logits import LazyLogits
+from fusedlayers.replacing.loss.lazy_logits import LazyLogits
 from tests.models import expert_families
 from tests.models.loss_heads import losses
 from tests.models.small import FAMILIES, HIDDEN, LAYERS, Family, InFloat64, Inputs, Results, blocks

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import fusedlayers as fl
 from fusedlayers.closeness import assert_all_close
-from fusedlayers.replacing.lazy_logits import LazyLogits
+from fusedlayers.replacing.loss.lazy_logits import LazyLogits
 from tests.models.every_family import quiet, small_options
 from tests.models.family_data import NO_TRUTH, SPECIAL
 from tests.models.loss_heads import in_kernels, losses, replaced

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 import fusedlayers as fl
 from fusedlayers.closeness import assert_all_close
 from fusedlayers.functional.dispatch import decisions
-from fusedlayers.replacing.expert_ffns import IMPLEMENTATION
+from fusedlayers.replacing.experts.formula import IMPLEMENTATION
 from tests.models.expert_families import LAYERS, build, experts, results, routed, text, truth
 from tests.support.ffn_blocks import assert_same
 

@@ -19,8 +19,8 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.testing import CompileCounter
 
 from fusedlayers import FusedFFN, SplitKLinear, replace, restore
-from fusedlayers.replacing.blocks import FusedBlock
-from fusedlayers.replacing.heads import FusedLossHead
+from fusedlayers.replacing.ffn.blocks import FusedBlock
+from fusedlayers.replacing.loss import FusedLossHead
 from tests.support.ffn_blocks import mlp
 
 transformers = pytest.importorskip("transformers")

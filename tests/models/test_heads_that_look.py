@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import fusedlayers as fl
-from fusedlayers.replacing.lazy_logits import LazyLogits
+from fusedlayers.replacing.loss.lazy_logits import LazyLogits
 from tests.models.loss_heads import build, in_kernels, replaced, text
 
 pytest.importorskip("transformers", reason="transformers is not installed: pip install 'fusedlayers[models]'")

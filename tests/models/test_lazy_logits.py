@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
 from fusedlayers.closeness import assert_all_close
-from fusedlayers.replacing.lazy_logits import LazyLogits
+from fusedlayers.replacing.loss.lazy_logits import LazyLogits
 from tests.models.loss_heads import WORDS, build, in_kernels, losses, replaced, text
 from tests.models.small import InFloat64
 from tests.support.operands import Tensors, assert_close_or_again

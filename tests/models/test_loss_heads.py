@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 import fusedlayers as fl
 from fusedlayers.closeness import assert_all_close
-from fusedlayers.replacing.heads import FusedLossHead
-from fusedlayers.replacing.lazy_logits import LazyLogits
+from fusedlayers.replacing.loss import FusedLossHead
+from fusedlayers.replacing.loss.lazy_logits import LazyLogits
 from tests.models.loss_heads import FAMILIES, WIDTH, WORDS, build, in_kernels, losses, replaced, results, text, truth
 from tests.support.ffn_blocks import assert_same
 from tests.support.operands import Tensors, assert_close_or_again, needs_kernels

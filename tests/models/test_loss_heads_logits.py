@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fusedlayers.closeness import assert_all_close
-from fusedlayers.replacing.lazy_logits import LazyLogits
+from fusedlayers.replacing.loss.lazy_logits import LazyLogits
 from tests.models.loss_heads import (
     FAMILIES,
     IGNORED,

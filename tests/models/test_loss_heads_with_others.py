@@ -13,8 +13,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import fusedlayers as fl
 from fusedlayers.closeness import assert_all_close
-from fusedlayers.replacing.lazy_logits import LazyLogits
-from fusedlayers.replacing.logits import Logits, NoLogits
+from fusedlayers.replacing.loss.lazy_logits import LazyLogits
+from fusedlayers.replacing.loss.logits import Logits, NoLogits
 from tests.models.loss_heads import IGNORED, WORDS, build, in_kernels, losses, replaced, results, text, truth
 from tests.models.small import InFloat64
 from tests.support import seeds

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import fusedlayers as fl
 from fusedlayers.modules import FFNPieces, linear_weight
-from fusedlayers.replacing.blocks import FusedBlock
+from fusedlayers.replacing.ffn.blocks import FusedBlock
 from tests.models.small import TORCH_GELU_TANH, Family, Inputs
 from tests.models.test_families import installed, some_families
 from tests.support.ffn_blocks import count_fused_calls

@@ -381,7 +381,7 @@ def test_restore_leaves_nothing_behind() -> None:
 
 def test_a_known_block_is_not_searched(monkeypatch: pytest.MonkeyPatch) -> None:
     models = [called_once(name) for name in BLOCKS]
-    monkeypatch.setattr("fusedlayers.replacing.finding.linear_weight", None)
+    monkeypatch.setattr("fusedlayers.replacing.ffn.finding.linear_weight", None)
     monkeypatch.setattr("fusedlayers.modules.pieces.why_not_plain", None)
     for model in models:
         model(input_of(model))

@@ -281,7 +281,7 @@ def test_another_process_finds_the_same_method(tmp_path: Path) -> None:
     torch.save((twin, x, own(x)), tmp_path / "layer.pt")
     program = f"""
 import torch
-from fusedlayers.replacing.by_rule import FusedInside
+from fusedlayers.replacing.ffn.by_rule import FusedInside
 run = FusedInside.run_inside
 FusedInside.run_inside = lambda self, x: print("in one piece") or run(self, x)
 layer, x, y = torch.load({str(tmp_path / "layer.pt")!r}, weights_only=False)

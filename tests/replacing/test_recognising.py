@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import fusedlayers as fl
 from fusedlayers.closeness import assert_all_close
-from fusedlayers.replacing import patterns
+from fusedlayers.replacing.ffn import choosing
 from tests.support.ffn_blocks import assert_same, count_fused_calls, results
 from tests.support.recognised_blocks import BLOCKS, K, LayerOfMany, N, NanoGPT, Phi3
 
@@ -322,8 +322,8 @@ def test_in_inference_mode_and_under_autocast_the_same_is_found() -> None:
 
 def test_layers_alike_are_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
     tried: list[nn.Module] = []
-    recognise = patterns.recognise
-    monkeypatch.setattr(patterns, "recognise", lambda block, taken: tried.append(block) or recognise(block, taken))
+    recognise = choosing.recognise
+    monkeypatch.setattr(choosing, "recognise", lambda block, taken: tried.append(block) or recognise(block, taken))
     model = nn.ModuleList([Phi3(rows) for rows in ("first", "first", "odd", "first", "odd")])
     assert len(fl.replace(model).replaced) == 5
     # The option that the forward reads tells them apart.

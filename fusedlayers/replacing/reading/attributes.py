@@ -137,7 +137,7 @@ class Attributes(State):
             return self._watch(path, None)
         if parameter.dim() != 1:
             return Weight(path)
-        return Formula(atom("parameter", path), parameter.shape[0], given=True)
+        return Formula(atom("parameter", path), parameter.shape[0], borrowed=True)
 
     def _child(self, owner: Part, name: str) -> Any:
         child, path = owner.module._modules[name], owner.inner(name)

@@ -63,7 +63,7 @@ class Calls(Attributes):
 
     def _noted(self, path: str | None, args: Sequence[Any], result: Any) -> Any:
         if path is not None and args and isinstance(args[0], Formula) and isinstance(result, Formula):
-            self.called.append((path, args[0].value, result.value))
+            self.activations.append((path, args[0].value, result.value))
         return result
 
     def _operation(self, name: str, target: Any, args: Sequence[Any], options: dict[str, Any]) -> Any:
@@ -87,9 +87,9 @@ class Calls(Attributes):
         elif name.removesuffix("_") in _VIEWS and x is not None:
             self._viewed.append(x)
             if isinstance(result, Formula):
-                return dataclasses.replace(result, given=True)
+                return dataclasses.replace(result, borrowed=True)
             if isinstance(result, tuple):
-                return tuple(dataclasses.replace(each, given=True) for each in result)
+                return tuple(dataclasses.replace(each, borrowed=True) for each in result)
         return result
 
     def _call_method(self, called: Method, args: Sequence[Any], options: dict[str, Any]) -> Any:
@@ -114,7 +114,7 @@ class Calls(Attributes):
             dropped = x.with_value(atom("dropout", part.path, x.value))
             if module.inplace:
                 raise NotUnderstood(f"calls {part.path}, which overwrites its input")
-            return dataclasses.replace(dropped, given=True)
+            return dataclasses.replace(dropped, borrowed=True)
         if type(module) is nn.Identity:
             # No rule names it, so no call checks it again.
             if "forward" in vars(module):
@@ -146,7 +146,7 @@ class Calls(Attributes):
             raise NotUnderstood(f"calls {part.path} with something else than a tensor of {sizes[0]} columns")
         output = atom("linear", part.path, x.value)
         self.linears.append(LinearCall(part.path, x.value, output, self._misses, given))
-        return dataclasses.replace(x, value=output, width=sizes[1], wide=False, given=False)
+        return dataclasses.replace(x, value=output, width=sizes[1], wide=False, borrowed=False)
 
     def _call_builtin(self, target: Any, args: Sequence[Any], options: dict[str, Any]) -> Any:
         if options:

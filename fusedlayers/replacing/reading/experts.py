@@ -102,8 +102,6 @@ class ExpertsReader(Reader):
             raise NotUnderstood("returns something else than the sum of what its experts give")
         return Expert(self._added[0].value, self._transposed.pop(), self._biases)
 
-    # Statements
-
     def _statement(self, node: ast.stmt, frame: Frame) -> None:
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
             # index_add without _ would be discarded.
@@ -148,8 +146,6 @@ class ExpertsReader(Reader):
             # An expert would depend on what another one left there.
             raise NotUnderstood(f"writes {', '.join(sorted(changed))} for each expert anew")
 
-    # Expressions
-
     def attribute(self, owner: Any, name: str) -> Any:
         """The attribute of a value."""
         if owner == TOKENS and name in ("dtype", "device"):
@@ -186,7 +182,7 @@ class ExpertsReader(Reader):
         if owner == MASK and place == EXPERT:
             return OF_EXPERT
         if owner == TOKENS and place == OWN_TOKENS:
-            return Formula(atom("input", "x"), self._width, given=True)
+            return Formula(atom("input", "x"), self._width, borrowed=True)
         if owner == WEIGHTS and place == (OWN_TOKENS, PLACES, Known(None)):
             return ROW_WEIGHT
         if isinstance(owner, Stacked) and not owner.of_one and place == EXPERT:
@@ -217,8 +213,6 @@ class ExpertsReader(Reader):
             if isinstance(value, Formula):
                 return Weighted(value)
         return super()._binary(kind, one, two)
-
-    # Calls
 
     def call(self, called: Any, args: Sequence[Any], options: dict[str, Any]) -> Any:
         """The result of a call."""
@@ -281,7 +275,7 @@ class ExpertsReader(Reader):
             raise NotUnderstood(f"multiplies {x.width} columns by {weight.path}")
         output = atom("linear", weight.path, x.value)
         self.linears.append(LinearCall(weight.path, x.value, output, 0))
-        return dataclasses.replace(x, value=output, width=outputs, given=False)
+        return dataclasses.replace(x, value=output, width=outputs, borrowed=False)
 
     def _with_bias(self, product: Any, bias: Any) -> Formula:
         found = product.value.single if isinstance(product, Formula) else None

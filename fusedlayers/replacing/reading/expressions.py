@@ -36,7 +36,7 @@ class Expressions(Calls):
         if not self.lenient:
             if method is None:
                 raise NotUnderstood(f"has an expression that is a {type(node).__name__.lower()}")
-            return self._at_its_line(method(node, frame), frame)
+            return self._note_line(method(node, frame), frame)
         operands: list[Any] = []
         self._operands.append(operands)
         try:
@@ -57,7 +57,7 @@ class Expressions(Calls):
         if self._operands:
             self._operands[-1].append(result)
         frame.values.setdefault(node, []).append(result)
-        return self._at_its_line(result, frame)
+        return self._note_line(result, frame)
 
     def _forget_named(self, node: ast.AST, frame: Frame) -> None:
         """Mark every name that a walrus inside an expression may have assigned as unknown."""
@@ -65,7 +65,7 @@ class Expressions(Calls):
             if isinstance(each, ast.NamedExpr):
                 frame.locals[each.target.id] = self.unknown()
 
-    def _at_its_line(self, value: Any, frame: Frame) -> Any:
+    def _note_line(self, value: Any, frame: Frame) -> Any:
         if isinstance(value, Formula) and frame.statement is not None:
             self.lines.setdefault(value.value, frame.statement)
         return value
@@ -95,7 +95,7 @@ class Expressions(Calls):
                 raise NotUnderstood("takes some rows or columns of a tensor")
             self._viewed.append(owner)
             half = owner.with_value(atom("half", owner.value.single, place), owner.width // 2)
-            return dataclasses.replace(half, given=True)
+            return dataclasses.replace(half, borrowed=True)
         if isinstance(node.slice, ast.Slice):
             leading = ast.unparse(node.slice) == ":-1"
             if isinstance(owner, Shape) and leading and not owner.leading:

@@ -242,7 +242,7 @@ def _to(x: Formula, args: Sequence[Any], options: dict[str, Any]) -> Formula:
     if others or set(options) - {"dtype"}:
         raise NotUnderstood("moves a tensor by to")
     if isinstance(target, Known) and target.value is torch.float32:
-        return dataclasses.replace(x, wide=True, given=x.given)
+        return dataclasses.replace(x, wide=True)
     if isinstance(target, Dtype):
         return dataclasses.replace(x, wide=target.wide)
     raise NotUnderstood("casts to a dtype that is none of its input's and not float32")

@@ -40,7 +40,7 @@ class Reader(Expressions):
 
     def input(self, width: int | None, name: str = "x") -> Formula:
         """A tensor argument of the method."""
-        return Formula(atom("input", name), width, given=True)
+        return Formula(atom("input", name), width, borrowed=True)
 
     def read(self, method: Callable[..., Any], *args: Any) -> Any:
         """What the method returns when called with the block and these values.
@@ -161,15 +161,15 @@ class Reader(Expressions):
             if self._truth(self.value(node.test, frame)) is not True:
                 raise NotUnderstood("asserts what is not known")
         elif isinstance(node, (ast.With, ast.Try, ast.While)) and self.lenient:
-            self._apart(node, frame)
+            self._with_try_or_while(node, frame)
         elif isinstance(node, ast.Match) and self.lenient:
             self.value(node.subject, frame)
             for case in node.cases:
-                self._perhaps(case.body, frame, node)
+                self._maybe(case.body, frame, node)
         elif not isinstance(node, ast.Pass):
             raise NotUnderstood(f"has a {type(node).__name__.lower()} statement")
 
-    def _apart(self, node: ast.With | ast.Try | ast.While, frame: Frame) -> None:
+    def _with_try_or_while(self, node: ast.With | ast.Try | ast.While, frame: Frame) -> None:
         """A with, try or while statement: its body runs under a mode, until something is raised, or several times."""
         self._misses += 1
         if isinstance(node, ast.While):
@@ -189,13 +189,13 @@ class Reader(Expressions):
             self._escape_behind(node, frame)
             returned = result
         for body in others:
-            self._perhaps(body, frame, node)
+            self._maybe(body, frame, node)
         if returned is not None:
             raise returned
         self._misses += 1
         self._forget(node, frame)
 
-    def _perhaps(self, body: Sequence[ast.stmt], frame: Frame, node: ast.stmt) -> None:
+    def _maybe(self, body: Sequence[ast.stmt], frame: Frame, node: ast.stmt) -> None:
         """Statements that may or may not run: afterwards nothing is known of what ``node``, which contains them,
         writes."""
         try:
@@ -297,8 +297,8 @@ class Reader(Expressions):
             # Each iteration starts from what the previous one left.
             self._misses += 1
             self._forget(node, frame)
-            self._perhaps(node.body, frame, node)
-            self._perhaps(node.orelse, frame, node)
+            self._maybe(node.body, frame, node)
+            self._maybe(node.orelse, frame, node)
             return
         if node.orelse or any(isinstance(each, (ast.Break, ast.Continue)) for each in ast.walk(node)):
             raise NotUnderstood("leaves a loop early")

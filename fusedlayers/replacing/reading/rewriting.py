@@ -63,12 +63,12 @@ def reads_for(reader: Reader, ffn: FFN) -> dict[str, list[Any]]:
     Keys of the reader's ``watched``, ``methods`` and ``functions``, under these names.
     """
     paths = {ffn.up, ffn.gate, ffn.down}
-    times = {call.time for call in reader.linears if call.path in paths}
+    misses = {call.misses for call in reader.linears if call.path in paths}
     frames = set(_frames_with(reader.outermost, paths))
     spans = list(_spans(reader, ffn))
     found: dict[str, dict[Any, None]] = {"watched": {}, "methods": {}, "functions": {}}
     for read in reader.reads:
-        near = read.frame in frames or read.time in times
+        near = read.frame in frames or read.misses in misses
         if read.kind == "watched" and reader.is_written(read.key):
             # A value that is only written to an attribute decides nothing.
             targets = getattr(read.statement, "targets", [getattr(read.statement, "target", None)])
@@ -79,7 +79,7 @@ def reads_for(reader: Reader, ffn: FFN) -> dict[str, list[Any]]:
             within = any(begin < read.linears <= end for begin, end in spans)
             between = within and not isinstance(read.statement, _TESTING)
             number = read.kind == "watched" and type(reader.watched[read.key]) in (int, float)
-            if between and number and read.time and read.key != ffn.dropout:
+            if between and number and read.misses and read.key != ffn.dropout:
                 raise NotUnderstood(f"reads {read.key} behind what is not understood, and may write it")
     return {kind: list(keys) for kind, keys in found.items()}
 
@@ -119,7 +119,7 @@ class _Edits:
         number, tree, code = len(self.methods), self.frame.tree, self.frame.function.__code__
         method = EditedMethod(owner, name, _number_of(tree), b"")
         self.methods.append(method)
-        edited = self.made(tree)
+        edited = self.edit(tree)
         own = set(code.co_varnames) - set(code.co_cellvars)
         if not {*self.names, code.co_varnames[0]} <= own or _PEEKING & set(code.co_names):
             raise NotUnderstood("keeps its hidden in a variable that others may read")
@@ -128,10 +128,10 @@ class _Edits:
         self.methods[number] = method._replace(tree=pickle.dumps(without_decorators(edited)))
         return number
 
-    def made(self, node: Any) -> Any:
+    def edit(self, node: Any) -> Any:
         """The replacement of a statement, an expression or a list of them."""
         if isinstance(node, list):
-            return [self.made(each) for each in node]
+            return [self.edit(each) for each in node]
         if not isinstance(node, ast.AST):
             return node
         if isinstance(node, ast.AugAssign) and self._is_hidden(node):
@@ -148,7 +148,7 @@ class _Edits:
             raise _used(tested)
         new = copy.copy(node)
         for name, value in ast.iter_fields(node):
-            setattr(new, name, self.made(value))
+            setattr(new, name, self.edit(value))
         return new
 
     def _value(self, node: ast.AST) -> Any:
@@ -186,13 +186,13 @@ class _Edits:
             self.names.add(node.id)
             return node
         if isinstance(node, ast.Subscript) and isinstance(self._value(node.value), tuple):
-            return ast.copy_location(ast.Subscript(self.made(node.value), node.slice, node.ctx), node)
+            return ast.copy_location(ast.Subscript(self.edit(node.value), node.slice, node.ctx), node)
         stays = self._argument(node, self._input_of(value)) or self._first_hidden(node)
         if stays is None:
             return self._of_call(node)
         if any(map(_counts, self.frame.called.get(node, ()))):  # type: ignore[call-overload]
             raise NotUnderstood(f"counts something in `{ast.unparse(node)}`")
-        made: ast.expr = self.made(stays)
+        made: ast.expr = self.edit(stays)
         if isinstance(value, tuple) and not isinstance(self._value(stays), tuple):
             once = ast.Tuple([made], ast.Load())
             return ast.copy_location(ast.BinOp(once, ast.Mult(), ast.Constant(len(value))), node)
@@ -232,7 +232,7 @@ class _Edits:
 
     def _ffn(self, hidden: ast.expr) -> ast.expr:
         """A call of the FFN with the replacement of the hidden; in a child this is already its result."""
-        made: ast.expr = self.made(hidden)
+        made: ast.expr = self.edit(hidden)
         if not self.outermost:
             return made
         block = ast.Name(self.frame.function.__code__.co_varnames[0], ast.Load())
@@ -253,7 +253,7 @@ class _Edits:
         number = inner.add(type(owner.module), name)
 
         def given(each: ast.expr) -> ast.expr:
-            return self._ffn(each) if each is hidden else self.made(each)
+            return self._ffn(each) if each is hidden else self.edit(each)
 
         options = [ast.keyword(each.arg, given(each.value)) for each in node.keywords]
         return ast.copy_location(ast.Call(_fused(number + 1), [itself, *map(given, node.args)], options), node)

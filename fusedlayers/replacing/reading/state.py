@@ -32,12 +32,12 @@ class Weight:
 
 
 class LinearCall(typing.NamedTuple):
-    """A call of a linear: its input and output, and ``time``, the number of things not understood before it."""
+    """A call of a linear: its input and output, and ``misses``, the number of things not understood before it."""
 
     path: str
     input: Polynomial
     output: Polynomial
-    time: int
+    misses: int
     # The value passed in: two tensors may have one formula, as two dropouts of one tensor do.
     given: Any = None
 
@@ -70,14 +70,15 @@ def _bindings(tree: ast.FunctionDef) -> tuple[set[str], bool]:
 
 
 class Read(typing.NamedTuple):
-    """A record that a lenient reading has read something: the dictionary that holds it, its key there, when and where.
+    """A record that a lenient reading has read something: the dictionary of :class:`State` that holds it, its key
+    there, and the function and statement that read it.
 
-    ``linears`` is the number of linears that were called before it.
+    ``misses`` and ``linears`` are the numbers of things not understood, and of linears called, before it.
     """
 
     kind: str
     key: Any
-    time: int
+    misses: int
     linears: int
     frame: Frame
     statement: ast.stmt | None
@@ -91,7 +92,7 @@ class State:
         methods: the methods that were read besides forward, by class and name.
         functions: the user's functions that were read, by module and name.
         linears: the calls of linears, in order.
-        called: (path, input, output) of activations that are parts, attributes or functions of torch; "" for a
+        activations: (path, input, output) of activations that are parts, attributes or functions of torch; "" for a
             function.
         norms: for each call of a fused norm of torch, whether all of its tensors were cast to float32.
         handed: the children that were called with tensors, by path, and each tensor.
@@ -112,7 +113,7 @@ class State:
         self.handed: list[tuple[str, Polynomial]] = []
         self.reads: list[Read] = []
         self.outermost: Frame
-        self.called: list[tuple[str, Polynomial, Polynomial]] = []
+        self.activations: list[tuple[str, Polynomial, Polynomial]] = []
         # Linears whose results went to code that a lenient reading does not follow.
         self.escaped: set[str] = set()
         # Value -> the first statement that computes it, for errors.
@@ -141,7 +142,7 @@ class State:
     def path_of(self, activation: str, activated: Polynomial) -> str | None:
         """The path of the part or attribute that computes this activation of ``activated``; None if none does."""
         result = function(activation, activated)
-        paths = [path for path, given, gave in self.called if path and given == activated and gave == result]
+        paths = [path for path, given, gave in self.activations if path and given == activated and gave == result]
         # If a module calls another one, the outer one, unless the inner one is its child, which may be replaced.
         plain = [path for path in paths if not getattr(part_of(self.block, path), "_modules", None)]
         return min(plain or paths, key=len, default=None)
@@ -185,7 +186,7 @@ class State:
         if any(call.given is old for call in self.linears):
             # The fused call would pass the changed tensor to that linear.
             self._misses += 1
-        if old.given or any(each is old for each in self._viewed):
+        if old.borrowed or any(each is old for each in self._viewed):
             raise NotUnderstood("overwrites a tensor that has another name")
         self._replace(old, new)
 

@@ -42,14 +42,14 @@ class Formula:
         width: the size of the last dimension: 1 for one number per row, None if unknown.
         shaped: whether the leading dimensions are those of the input, not flattened into one.
         wide: whether it was cast to float32.
-        given: whether it is the caller's, a parameter's or another tensor's memory, which must not be overwritten.
+        borrowed: whether it is the caller's, a parameter's or another tensor's memory, which must not be overwritten.
     """
 
     value: Polynomial
     width: int | None
     shaped: bool = True
     wide: bool = False
-    given: bool = False
+    borrowed: bool = False
 
     @property
     def is_parameter(self) -> bool:
@@ -59,7 +59,7 @@ class Formula:
 
     def with_value(self, value: Polynomial, width: int | None = None) -> Formula:
         """Another tensor with the same rows."""
-        return dataclasses.replace(self, value=value, width=self.width if width is None else width, given=False)
+        return dataclasses.replace(self, value=value, width=self.width if width is None else width, borrowed=False)
 
 
 class Listed(tuple[Any, ...]):

@@ -19,7 +19,7 @@ def sites(module: nn.Module, taken: set[nn.Module]) -> list[Site]:
     return [site for site in found if holders[site.path.partition(".")[0]] == 1]
 
 
-def why_unnamed(module: nn.Module, taken: set[nn.Module], reason: str | None) -> str | None:
+def why_lookalike_left(module: nn.Module, taken: set[nn.Module], reason: str | None) -> str | None:
     """Why a module is left, if its parameters have the shapes of an FFN; else None.
 
     ``taken`` are the linears of FFNs inside it; ``reason`` is what its source computes, if it was read.

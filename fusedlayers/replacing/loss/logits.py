@@ -56,7 +56,7 @@ class Logits:
         tensors = [each for each in (self._x, self._weight, self._bias) if each is not None]
         return tuple((each._version, bool(each.untyped_storage().nbytes())) for each in tensors)
 
-    def _before(self, use: str) -> None:
+    def _check_unchanged(self, use: str) -> None:
         """Raise an error if it is too late to compute them for this ``use``."""
         if torch.compiler.is_compiling():
             return
@@ -72,7 +72,7 @@ class Logits:
     def _tensor(self, use: str) -> Tensor:
         """The tensor, computed because of this ``use``."""
         if self._values is None:
-            self._before(use)
+            self._check_unchanged(use)
             off = not (torch.is_grad_enabled() or torch._C._is_fwd_grad_enabled() or torch.is_inference_mode_enabled())
             if self._modes[0] and off:
                 # Both modes are off in the forward pass of an autograd Function, which does not see this object as a
@@ -118,7 +118,7 @@ class Logits:
         """The tensor, computed because of this ``use``, without a graph: for callers with a backward pass of their
         own."""
         if self._values is None:
-            self._before(use)
+            self._check_unchanged(use)
             with torch.no_grad(), self._autocast():
                 self._values = self._computed_from(self._x, self._weight, self._bias, self._steps)
         return self._values

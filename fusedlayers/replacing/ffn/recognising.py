@@ -16,20 +16,20 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from ..modules import class_path, why_not_plain
-from ..modules.children import base_linear
-from .activations import torch_module_activation
+from ...modules import class_path, why_not_plain
+from ...modules.children import base_linear
+from ..activations import torch_module_activation
+from ..conditions import Conditions, attribute, without
+from ..reading.formulas import FFN, OtherFormula, ffn_before, ffn_of
+from ..reading.polynomials import linears_in
+from ..reading.reader import Reader, functions_of
+from ..reading.rewriting import edited, edits_for, reads_for
+from ..reading.sizes import linears, sizes_of_linear
+from ..reading.sources import codes_in
+from ..reading.values import Formula, NotUnderstood
+from ..rules import FFNRule, FoundRule
 from .by_rule import FusedInside
-from .conditions import Conditions, attribute, without
 from .finding import why_not_held, why_not_whole
-from .reading.formulas import FFN, OtherFormula, ffn_before, ffn_of
-from .reading.polynomials import linears_in
-from .reading.reader import Reader, functions_of
-from .reading.rewriting import edited, edits_for, reads_for
-from .reading.sizes import linears, sizes_of_linear
-from .reading.sources import codes_in
-from .reading.values import Formula, NotUnderstood
-from .rules import FFNRule, FoundRule
 
 _SEVERAL = "does not take exactly one tensor"
 
@@ -131,7 +131,7 @@ def checked(block: nn.Module, rule: FFNRule) -> FoundRule | str:
     parts = [attribute(block, name) for name in (rule.up, rule.gate, rule.down) if name is not None]
     plain = all(isinstance(part, nn.Module) and why_not_plain(base_linear(part)) is None for part in parts if part)
     known = torch_module_activation(attribute(block, rule.activation, rule.activation)) is not None
-    values: dict[str, Any] = {name: getattr(rule, name) for name in _FIELDS}
+    values: dict[str, Any] = {name: getattr(rule, name) for name in FFNRule.__dataclass_fields__}
     if sizes is None or several or method not in functions or not plain or not known or why_not_held(block, rule):
         # The error is reported when its parts are looked up.
         return FoundRule(**values)
@@ -166,9 +166,6 @@ def _parts_of(block: nn.Module, rule: FFNRule) -> dict[str, str | None]:
         if names[name] is not None and isinstance(attribute(block, names[name]), (type(None), nn.Identity)):
             names[name] = None
     return names | {"activation": torch_module_activation(rule.activation_of(block))}
-
-
-_FIELDS = tuple(name for name in FFNRule.__dataclass_fields__ if name != "_")
 
 
 def _required(function: Callable[..., Any]) -> int:
@@ -218,7 +215,7 @@ def _ffns_in(method: str, reader: Reader, allowed: set[str], reasons: list[str])
         with _noting(method, reasons):
             ffn = ffn_before(call.path, call.input, reader.lines)
             into = [each for each in reader.linears if each.path in (ffn.up, ffn.gate) and each.input == ffn.input]
-            if min(each.time for each in into) != call.time:
+            if min(each.misses for each in into) != call.misses:
                 raise NotUnderstood(f"does something between {ffn.up} and {ffn.down} that is not understood")
             parts = (ffn.up, ffn.down, ffn.gate, ffn.gate_rows, ffn.activation, ffn.dropout)
             found.setdefault(parts, []).append(ffn)

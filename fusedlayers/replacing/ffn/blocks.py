@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal, cast
 from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 
-from ..modules import (
+from ...modules import (
     FFNPieces,
     is_plain_now,
     keep,
@@ -20,9 +20,9 @@ from ..modules import (
     traced_ffn,
     why_not_now,
 )
-from . import activations
+from ..activations import functions_read, watched_options
+from ..swapping import OWN_FORWARD, ReplacedModule, restored_method
 from .finding import find_runs
-from .swapping import OWN_FORWARD, ReplacedModule, restored_method
 
 _Sequential = nn.Sequential
 
@@ -59,7 +59,7 @@ class FusedBlock(ReplacedModule):
         if all(each.may_be_kept for each in pieces):
             methods = [(self.fused_from, name) for name in self.fused_methods]
             methods += [(owner, name) for owner, name, _ in self.fused_functions]
-            methods += [each for found_ffn in pieces for each in activations.functions_read(found_ffn.original)]
+            methods += [each for found_ffn in pieces for each in functions_read(found_ffn.original)]
             keep(self, found, names, pieces, methods, whole=whole)
 
 
@@ -127,7 +127,7 @@ class FusedSequentialFFN(FusedBlock, nn.Sequential):
             names = list(self._modules)
             parts = [name for start, (stop, _) in found.items() for name in names[start:stop]]
             for (start, _), each in zip(found.items(), pieces, strict=True):
-                options = activations.watched_options(each.original)
+                options = watched_options(each.original)
                 parts += [f"{names[start + 1]}.{name}" for name in options]
             self.keep_found(runs, parts, pieces, whole=True)
         return runs

@@ -17,21 +17,21 @@ import torch
 from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 
-from ..functional.call import traced, transformed
-from ..functional.linear_cross_entropy import LINEAR_CROSS_ENTROPY, linear_cross_entropy
-from ..functional.operands import compute_dtype
-from ..modules import LinearCrossEntropyLoss, class_name, outside_of_traces, say_once, why_not_now, why_not_plain
-from ..planning import Device
-from ..planning.linear_cross_entropy import saved_bytes as kept_for_loss
+from ...functional.call import traced, transformed
+from ...functional.linear_cross_entropy import LINEAR_CROSS_ENTROPY, linear_cross_entropy
+from ...functional.operands import compute_dtype
+from ...modules import LinearCrossEntropyLoss, class_name, outside_of_traces, say_once, why_not_now, why_not_plain
+from ...planning import Device
+from ...planning.linear_cross_entropy import saved_bytes as kept_for_loss
+from ..reading.sources import codes_in
+from ..reading.values import NotUnderstood
+from ..report import ALREADY_FUSED, Changes
+from ..saving import TOKENS, Facts, of_tokens, planned
+from ..swapping import OWN_FORWARD, ReplacedModule, fused_class
 from .causal_loss import IGNORED, PARAMETERS, divided, shifted, why_other_loss
 from .lazy_logits import LazyLogits
 from .logits import NO_LOGITS, Logits, computed
 from .looking import Looks
-from .reading.sources import codes_in
-from .reading.values import NotUnderstood
-from .report import ALREADY_FUSED, Changes
-from .saving import TOKENS, Facts, of_tokens, planned
-from .swapping import OWN_FORWARD, ReplacedModule, fused_class
 
 # What a model does when it cannot leave its logits uncomputed, and why.
 _COMPUTES = "computes its logits"
@@ -137,7 +137,7 @@ class FusedLossHead(ReplacedModule):
                     say_once(self, reason, OWN_FORWARD)
                 return method(self, *args, **kwargs)
         inside = HeadInside(self, self.fused_head, head, function)
-        return inside.handed_out(method(inside.stand_in(method), *args, **kwargs))
+        return inside.for_caller(method(inside.stand_in(method), *args, **kwargs))
 
     def leaves_logits_in_traces(self) -> bool:
         """Whether a traced call leaves the logits uncomputed, for Dynamo to trace."""
@@ -208,7 +208,7 @@ class HeadInside:
         if target.dtype is not torch.int64 or target.numel() != x.shape[:-1].numel():
             return None
         target = target.reshape(x.shape[:-1]).to(x.device)
-        logits._before("in the loss")
+        logits._check_unchanged("in the loss")
         softcap, scale = arithmetic
         items = num_items_in_batch
         given: dict[str, Any] = {
@@ -221,33 +221,33 @@ class HeadInside:
         call = LINEAR_CROSS_ENTROPY.prepared(tensors, options)
         return None if call.sees_through else divided(LINEAR_CROSS_ENTROPY.run(call, tensors), items)
 
-    def handed_out(self, outputs: Any) -> Any:
+    def for_caller(self, outputs: Any) -> Any:
         """The outputs of the forward, with uncomputed logits replaced by what the caller may use."""
         if not isinstance(outputs, (Logits, dict, list, tuple)) and dataclasses.is_dataclass(outputs):
             for field in dataclasses.fields(outputs):
                 value = getattr(outputs, field.name, None)
-                if (given := self.given_out(value)) is not value:
+                if (given := self.value_for_caller(value)) is not value:
                     # Works for a frozen dataclass, too.
                     object.__setattr__(outputs, field.name, given)
             return outputs
-        return self.given_out(outputs)
+        return self.value_for_caller(outputs)
 
-    def given_out(self, value: Any) -> Any:
+    def value_for_caller(self, value: Any) -> Any:
         """One output, or a container of them: the same object if it contains no logits."""
         if isinstance(value, Logits):
-            return self.in_place_of(value)
+            return self.logits_for_caller(value)
         if isinstance(value, (dict, list)):
             for key, each in list(value.items() if isinstance(value, dict) else enumerate(value)):
-                if (given := self.given_out(each)) is not each:
+                if (given := self.value_for_caller(each)) is not each:
                     value[key] = given
         elif isinstance(value, tuple):
-            items = [self.given_out(each) for each in value]
+            items = [self.value_for_caller(each) for each in value]
             for place in range(len(items)):
                 if items[place] is not value[place]:
                     return type(value)._make(items) if hasattr(value, "_make") else tuple(items)
         return value
 
-    def in_place_of(self, logits: Logits) -> Any:
+    def logits_for_caller(self, logits: Logits) -> Any:
         """Logits that the forward computed; else a tensor that computes them on use, or an object that says why it
         cannot."""
         if logits._values is not None:

@@ -75,7 +75,7 @@ class LazyLogits(Tensor):
         # Not under the modes and transforms of the first user: later users may have others.
         with temporarily_clear_interpreter_stack(), torch.inference_mode(False), torch.no_grad():
             values = logits._without_gradient(use)
-            with _below():
+            with _bypassing_protocols():
                 self.data = values
         self._logits = None
 
@@ -106,7 +106,7 @@ class LazyLogits(Tensor):
         _compute_all((args, options), str(function))
         if not all(issubclass(cls, kind) for kind in types):
             return NotImplemented
-        with _below():
+        with _bypassing_protocols():
             return function(*args, **options)
 
     def _plain(self, use: str) -> Tensor:
@@ -167,7 +167,7 @@ class _Late(torch.autograd.Function):
 
 
 @contextmanager
-def _below() -> Iterator[None]:
+def _bypassing_protocols() -> Iterator[None]:
     """Calls that bypass both protocols."""
     with torch._C.DisableTorchFunctionSubclass(), torch._C._DisableTorchDispatch():
         yield

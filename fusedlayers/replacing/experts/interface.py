@@ -20,10 +20,10 @@ from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 from torch.nn.utils import parametrize
 
-from ..functional import moe_ffn
-from ..modules import outside_of_traces, say_once
-from .expert_ffns import IMPLEMENTATION, INTERFACE, ExpertsFFN, find_experts, why_not_as_found
-from .experts import Constants, constants_of, run_traced, why_not_these
+from ...functional import moe_ffn
+from ...modules import outside_of_traces, say_once
+from . import Constants, constants_of, run_traced, why_not_these
+from .formula import IMPLEMENTATION, INTERFACE, ExpertsFFN, find_experts, why_not_as_found
 
 # Runs experts that compute no FFN: the default of transformers.
 _INSTEAD = "grouped_mm"

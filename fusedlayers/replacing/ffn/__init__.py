@@ -2,47 +2,49 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
 import torch
 from torch import nn
 
-from ..kernels.activations import ACTIVATIONS, canonical_activation
-from ..modules import FFNPieces, FusedFFN, base_linear, linear_weight
-from ..planning import Device
-from ..planning.costs import SAVED_FOR_SLOPE, mask_bytes
+from ...kernels.activations import ACTIVATIONS, canonical_activation
+from ...modules import FFNPieces, FusedFFN, base_linear, linear_weight
+from ...planning import Device
+from ...planning.costs import SAVED_FOR_SLOPE, mask_bytes
+from ..experts.formula import is_experts
+from ..reading.sizes import widths
+from ..report import Changes
+from ..saving import TOKENS, Facts, kept_by, of_tokens, planned, precision_in_words
 from .blocks import FusedBlock
-from .expert_ffns import is_experts
-from .finding import autocast_on_its_device
-from .patterns import Patterns
-from .reading.sizes import widths
-from .report import Changes
-from .saving import TOKENS, Facts, kept_by, of_tokens, planned, precision_in_words
+from .choosing import Chooser
 
 
-def replace_ffns(model: nn.Module, patterns: Patterns, changes: Changes) -> set[nn.Module]:
+def replace_ffns(model: nn.Module, chooser: Chooser, changes: Changes) -> set[nn.Module]:
     """Decide what becomes of every block with an FFN; returns the linears of all FFNs, fused or not."""
     # Innermost modules first. Lists of modules last: their owner may call them.
     inwards = list(model.named_modules())[::-1]
     for path, module in sorted(inwards, key=lambda each: isinstance(each[1], (nn.ModuleList, nn.ModuleDict))):
         if not is_experts(module):
-            _replace(path, module, patterns, changes)
+            _replace(path, module, chooser, changes)
     # The report lists them in the order of the model.
     order = {path: -place for place, (path, _) in enumerate(inwards)}
     for entries in (changes.replaced, changes.skipped):
         entries.sort(key=lambda entry: order[entry.path])
-    return patterns.taken
+    return chooser.taken
 
 
-def _replace(path: str, module: nn.Module, patterns: Patterns, changes: Changes) -> None:
+def _replace(path: str, module: nn.Module, chooser: Chooser, changes: Changes) -> None:
     try:
-        fused = patterns.fused_class(module)
+        fused = chooser.fused_class(module)
     except Exception as error:  # a metaclass may refuse with any exception
         changes.skip(path, module, f"no class can be derived from its own: {error}", is_ffn_left=True)
         return
     if isinstance(module, FusedBlock):
-        patterns.taken |= _linears(module.find_ffn_pieces(module))
+        chooser.taken |= _linears(module.find_ffn_pieces(module))
     elif isinstance(module, FusedFFN):
-        patterns.taken |= set(module.children())
-    reason = patterns.why_left(module) if fused is None else patterns.why_class_stays(module, fused)
+        chooser.taken |= set(module.children())
+    reason = chooser.why_left(module) if fused is None else chooser.why_class_stays(module, fused)
     if reason is not None:
         changes.skip(path, module, reason, is_ffn_left=not isinstance(module, (FusedBlock, FusedFFN)))
     if reason is not None or fused is None:
@@ -50,19 +52,25 @@ def _replace(path: str, module: nn.Module, patterns: Patterns, changes: Changes)
     ffns = fused.find_ffn_pieces(module)
     if any(isinstance(pieces, str) for pieces in ffns.values()):
         # float32 adapters beside 16-bit weights are fused only under autocast, which only a training step enters.
-        with autocast_on_its_device(module):
+        with _autocast(module):
             ffns = fused.find_ffn_pieces(module)
-    rule = patterns.rule_of_user(module)
+    rule = chooser.rule_of_user(module)
     trusted = ", as a trusted rule says" if rule is not None and rule.trusted else ""
     for linears, pieces in ffns.items():
         if isinstance(pieces, str):
             changes.skip(path, module, f"{linears}: {pieces}", is_ffn_left=True)
         else:
-            text = f"{linears}: {_description(pieces)}{_precision(pieces, patterns, changes.on)}{trusted}"
-            changes.change(path, module, fused, text, *_facts(pieces, patterns, changes.on))
-    patterns.taken |= _linears(ffns)
+            text = f"{linears}: {_description(pieces)}{_precision(pieces, chooser, changes.on)}{trusted}"
+            changes.change(path, module, fused, text, *_facts(pieces, chooser, changes.on))
+    chooser.taken |= _linears(ffns)
     if not ffns and sum(widths(child) is not None for child in module.children()) > 1:
         changes.skip(path, module, "no two of its linears have just an activation and a dropout between")
+
+
+def _autocast(module: nn.Module) -> AbstractContextManager[Any]:
+    """Autocast for the device of a module's parameters, if that device has it."""
+    device = next((parameter.device.type for parameter in module.parameters()), "meta")
+    return torch.autocast(device) if torch.amp.is_autocast_available(device) else nullcontext()
 
 
 def _linears(found: dict[str, FFNPieces | str]) -> set[nn.Module]:
@@ -81,11 +89,11 @@ def _description(pieces: FFNPieces) -> str:
     return f"{gated}{pieces.activation}, {up.shape[1]} -> {down.shape[1]} -> {down.shape[0]}{adapted}"
 
 
-def _precision(pieces: FFNPieces, patterns: Patterns, on: Device | None) -> str:
+def _precision(pieces: FFNPieces, chooser: Chooser, on: Device | None) -> str:
     """Whether an FFN that was asked to run in 8 bits does, in words; empty where nothing was asked."""
-    if patterns.precision is None:
+    if chooser.precision is None:
         return ""
-    given = pieces.arguments(linear_weight(pieces.up), None, patterns.recompute, patterns.precision)
+    given = pieces.arguments(linear_weight(pieces.up), None, chooser.recompute, chooser.precision)
     if "precision" not in given:
         return "; in 16 bits: it has adapters"
     del given["x"]
@@ -93,11 +101,11 @@ def _precision(pieces: FFNPieces, patterns: Patterns, on: Device | None) -> str:
 
 
 @torch.enable_grad()
-def _facts(pieces: FFNPieces, patterns: Patterns, on: Device | None) -> Facts:
+def _facts(pieces: FFNPieces, chooser: Chooser, on: Device | None) -> Facts:
     """What the report says of an FFN: its bytes are those of the FFN with its input, and of the dropout of its result,
     which torch applies in both."""
     up, down = linear_weight(pieces.up), linear_weight(pieces.down)
-    given = pieces.arguments(of_tokens(up.shape[1], up.dtype), None, patterns.recompute, patterns.precision)
+    given = pieces.arguments(of_tokens(up.shape[1], up.dtype), None, chooser.recompute, chooser.precision)
     found = planned(pieces.operation, on, up.device, **given)
     problem = found.plan.problem
     theirs, ours = problem.kept_by_torch(found.device) // TOKENS, found.plan.saved_bytes // TOKENS

@@ -10,17 +10,17 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from ..modules import FFNPieces, FusedFFN, class_path, patched_method
+from ...modules import FFNPieces, FusedFFN, class_path, patched_method
+from ..loss import FusedLossHead
+from ..report import ALREADY_FUSED
+from ..rules import KNOWN_RULES, FFNRule
+from ..signatures import signature
+from ..swapping import fused_class
 from .blocks import FusedBlock, FusedSequentialFFN
 from .by_rule import FusedInside, FusedWholeBlock
 from .finding import find_runs
-from .heads import FusedLossHead
+from .lookalikes import why_lookalike_left
 from .recognising import checked, recognise
-from .report import ALREADY_FUSED
-from .rules import KNOWN_RULES, FFNRule
-from .signatures import signature
-from .swapping import fused_class
-from .unnamed import why_unnamed
 
 
 def _are_of_one_class(rule: FFNRule, other: FFNRule) -> bool:
@@ -35,7 +35,7 @@ def _is_of_torch(kind: type[nn.Module]) -> bool:
     return kind.__module__.startswith("torch.nn.")
 
 
-class Patterns:
+class Chooser:
     """The rules of the user and the library, and what the sources of other modules compute.
 
     Ask about the innermost modules first: the linears of one FFN are not part of another.
@@ -155,4 +155,4 @@ class Patterns:
             return ALREADY_FUSED
         found = self.found(module)
         reason = found if isinstance(found, str) else None
-        return reason if reason and self.rule_of_user(module) else why_unnamed(module, self.taken, reason)
+        return reason if reason and self.rule_of_user(module) else why_lookalike_left(module, self.taken, reason)

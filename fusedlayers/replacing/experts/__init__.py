@@ -10,12 +10,17 @@ import torch
 from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 
-from ..functional import moe_ffn
-from ..functional.moe_ffn import MOE_FFN
-from ..modules import outside_of_traces, say_once, why_not_now
-from ..planning import Device
-from .activations import watched_options
-from .expert_ffns import (
+from ...functional import moe_ffn
+from ...functional.moe_ffn import MOE_FFN
+from ...modules import outside_of_traces, say_once, why_not_now
+from ...planning import Device
+from ..activations import watched_options
+from ..reading.values import PLAIN
+from ..report import ALREADY_FUSED, Changes
+from ..saving import TOKENS, Facts, of_tokens, planned
+from ..signatures import signature
+from ..swapping import OWN_FORWARD, ReplacedModule, fused_class
+from .formula import (
     IMPLEMENTATION,
     ExpertsFFN,
     eager_forward,
@@ -24,11 +29,6 @@ from .expert_ffns import (
     is_experts,
     why_not_as_found,
 )
-from .reading.values import PLAIN
-from .report import ALREADY_FUSED, Changes
-from .saving import TOKENS, Facts, of_tokens, planned
-from .signatures import signature
-from .swapping import OWN_FORWARD, ReplacedModule, fused_class
 
 # What a traced call treats as constants: names, formula, activation, its options, other options.
 Constants = tuple[Any, ...]

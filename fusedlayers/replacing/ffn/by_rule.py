@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 
-from ..kernels.activations import ACTIVATIONS
-from ..modules import (
+from ...kernels.activations import ACTIVATIONS
+from ...modules import (
     FFNPieces,
     is_plain_now,
     kept,
@@ -23,14 +23,14 @@ from ..modules import (
     traced_ffn,
     why_not_now,
 )
-from .activations import torch_module_activation, watched_options
+from ..activations import torch_module_activation, watched_options
+from ..conditions import attribute
+from ..reading.rewriting import edited
+from ..reading.values import ABSENT
+from ..rules import FFNRule, FoundRule
+from ..swapping import OWN_FORWARD, restored_method
 from .blocks import FusedBlock, try_fused
-from .conditions import attribute
 from .finding import find_by_rule, identities, next_children
-from .reading.rewriting import edited
-from .reading.values import ABSENT
-from .rules import FFNRule, FoundRule
-from .swapping import OWN_FORWARD, restored_method
 
 # (path, value) of attributes.
 _Watched = tuple[tuple[str, Any], ...]

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from .reading.sources import tree_of
-from .reading.values import NotUnderstood
+from ..reading.sources import tree_of
+from ..reading.values import NotUnderstood
 
 # Functions that can tell uncomputed logits from a tensor.
 _LOOKING = (isinstance, issubclass, type, vars, dir, id, hash, callable, torch.is_tensor)

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
 
-from ..modules import (
+from ...modules import (
     FFNPieces,
     class_name,
     class_path,
@@ -19,12 +17,11 @@ from ..modules import (
     why_must_be_called,
     why_not_read_past,
 )
-from .activations import torch_module_activation
-from .conditions import attribute
-from .reading.sizes import widths
-from .rules import FFNRule
-
-_MISSING = object()
+from ..activations import torch_module_activation
+from ..conditions import attribute
+from ..reading.sizes import widths
+from ..reading.values import ABSENT
+from ..rules import FFNRule
 
 
 def dropout_p(name: str, dropout: object, training: bool) -> float | str:
@@ -81,12 +78,6 @@ def find_ffn(
     return pieces
 
 
-def autocast_on_its_device(module: nn.Module) -> AbstractContextManager[Any]:
-    """Autocast for the device of a module's parameters, if that device has it."""
-    device = next((parameter.device.type for parameter in module.parameters()), "meta")
-    return torch.autocast(device) if torch.amp.is_autocast_available(device) else nullcontext()
-
-
 def _holds_linear(module: nn.Module) -> bool:
     """Whether ``module`` is a linear layer of any class, or wraps one, as LoRA does."""
     if isinstance(module, nn.Linear):
@@ -124,7 +115,7 @@ def find_by_rule(block: nn.Module, rule: FFNRule) -> FFNPieces | str:
     if gate is not None and not isinstance(gate, nn.Module):
         return f"the rule's gate={rule.gate!r} is no child of the block"
     for name in (rule.dropout, rule.output_dropout):
-        if name is not None and attribute(block, name, _MISSING) is _MISSING:
+        if name is not None and attribute(block, name, ABSENT) is ABSENT:
             return f"the rule's dropout {name!r} is no attribute of the block"
     reason = rule.conditions.why_changed(block) or why_not_held(block, rule)
     if reason is None and rule.inside is None:
