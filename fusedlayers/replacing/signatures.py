@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Hashable
+from typing import Any
 
 import torch
 from torch import Tensor, nn

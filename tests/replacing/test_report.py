@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import fusedlayers as fl
 from fusedlayers.planning import Device
 from fusedlayers.replacing import FFNRule, LinearRule, saving
+from fusedlayers.replacing.rules import LIGER_RULES
 from tests.support.ffn_blocks import GatedBlock, encoder, long_sequence, mlp, rule_for
 
 RULE = rule_for(GatedBlock)
@@ -305,6 +306,7 @@ def test_explain_speaks_of_the_ffn() -> None:
         (lambda: fl.replace(mlp(), rules=RULE), TypeError, "rules must be a tuple or list of FFNRule and LinearRule"),
         (lambda: fl.replace(mlp(), rules=[GatedBlock]), TypeError, "rules must hold FFNRule and LinearRule objects"),
         (lambda: fl.replace(mlp(), rules=[RULE, RULE]), ValueError, "GatedBlock needs no rule, or has one already"),
+        (lambda: fl.replace(mlp(), rules=LIGER_RULES[:1]), ValueError, "LigerSwiGLUMLP needs no rule"),
         (lambda: fl.replace(mlp(), rules=[rule_for(nn.Sequential)]), ValueError, "Sequential needs no rule"),
         (lambda: fl.replace(mlp(), rules=[rule_for(fl.FusedFFN)]), ValueError, "FusedFFN needs no rule"),
         (

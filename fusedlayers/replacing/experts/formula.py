@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from ...modules import why_not_plain_tensor, why_not_read_past
 from ..activations import torch_module_activation
 from ..conditions import Conditions
-from ..reading.experts import ExpertsReader, limited
 from ..reading.formulas import OtherFormula, text
 from ..reading.polynomials import Polynomial, activation_giving, atom, number
 from ..reading.values import NotUnderstood
+from .loop import ExpertsReader, limited
 
 # Flags that the interface sets on every instance; older releases lack the one below, and its feature.
 _FLAGS = ("has_gate", "has_bias", "is_transposed")

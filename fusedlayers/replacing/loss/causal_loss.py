@@ -13,10 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...modules import class_path
-from ..reading.experts import Stage
 from ..reading.reader import Reader
-from ..reading.state import Frame, Undecided
-from ..reading.values import Known, Method, NotUnderstood
+from ..reading.state import Frame
+from ..reading.values import Known, Method, NotUnderstood, Stage, Undecided
 from ..remembering import Remembered
 
 # By name, so that transformers is not imported.

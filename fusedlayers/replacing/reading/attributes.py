@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from ...modules import class_name
 from . import operations
 from .polynomials import atom
-from .state import Frame, State, Weight
-from .values import ABSENT, PLAIN, Dtype, Formula, Known, Listed, Method, NotUnderstood, Part, Shape, Training
+from .state import Frame, State
+from .values import ABSENT, PLAIN, Dtype, Formula, Known, Listed, Method, NotUnderstood, Part, Shape, Training, Weight
 
 _MISSING = object()
 # The longest loop that is unrolled.

@@ -17,8 +17,8 @@ from .activation_modules import known_activation
 from .attributes import Attributes
 from .polynomials import atom, function, linears_in
 from .sizes import linears, sizes_of_linear
-from .state import LinearCall, Weight
-from .values import ABSENT, Formula, Known, Method, NotUnderstood, Part, Unknown
+from .state import LinearCall
+from .values import ABSENT, Formula, Known, Method, NotUnderstood, Part, Unknown, Weight
 
 # Operations whose result may share memory with their input.
 _VIEWS = frozenset(

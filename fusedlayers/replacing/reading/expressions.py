@@ -15,8 +15,8 @@ from . import operations, shapes
 from .attributes import is_row
 from .calls import Calls
 from .polynomials import atom
-from .state import Frame, Undecided, Weight
-from .values import PLAIN, Dtype, Formula, Known, Listed, Method, NotUnderstood, Part, Shape, Unknown
+from .state import Frame
+from .values import PLAIN, Dtype, Formula, Known, Listed, Method, NotUnderstood, Part, Shape, Undecided, Unknown, Weight
 
 BINARY = {ast.Add: "add", ast.Sub: "sub", ast.Mult: "mul", ast.Div: "div", ast.Pow: "pow"}
 _ARITHMETIC: dict[type[ast.AST], Callable[[Any, Any], Any]] = {

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import dataclasses
 import functools
 import itertools
 import types
@@ -17,18 +16,6 @@ from torch import nn
 from ...modules import part_of
 from .polynomials import Polynomial, function, linears_in
 from .values import Formula, Known, Listed, Method, NotUnderstood, Part, Unknown
-
-
-@dataclasses.dataclass(frozen=True)
-class Undecided:
-    """A condition on dtypes, which may differ between calls: both branches must compute the same."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Weight:
-    """A parameter that is not a vector: a formula may ask only for its dtype."""
-
-    path: str
 
 
 class LinearCall(typing.NamedTuple):

@@ -122,3 +122,22 @@ class Unknown:
     """An unknown value, which occurs only in lenient readings."""
 
     number: int
+
+
+@dataclass(frozen=True)
+class Undecided:
+    """A condition on dtypes, which may differ between calls: both branches must compute the same."""
+
+
+@dataclass(frozen=True)
+class Weight:
+    """A parameter that is not a vector: a formula may ask only for its dtype."""
+
+    path: str
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A named intermediate of a function that is read step by step; not a tensor that a formula may use."""
+
+    name: str

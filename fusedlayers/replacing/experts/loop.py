@@ -18,19 +18,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .polynomials import Polynomial, atom
-from .reader import Reader
-from .state import Frame, LinearCall
-from .values import Dtype, Formula, Known, Method, NotUnderstood
-
-
-@dataclass(frozen=True)
-class Stage:
-    """A named intermediate of the loop around the experts; not a tensor that a formula may use."""
-
-    name: str
-    wide: bool = False
-
+from ..reading.polynomials import Polynomial, atom
+from ..reading.reader import Reader
+from ..reading.state import Frame, LinearCall
+from ..reading.values import Dtype, Formula, Known, Method, NotUnderstood, Stage
 
 TOKENS, INDEX, WEIGHTS, DEVICE = (Stage(name) for name in ("tokens", "index", "weights", "device"))
 # From the mask [experts, slots, tokens] to the experts that have tokens.
