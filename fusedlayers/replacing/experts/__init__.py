@@ -60,16 +60,16 @@ class FusedExperts(ReplacedModule):
 
     def run_fused(self, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         given = [*args, *[kwargs[name] for name in self.fused_arguments[len(args) :] if name in kwargs]]
-        y = None
         if not len(given) == len(args) + len(kwargs) == 3:
-            pass
-        elif is_dynamo_compiling():
-            x, index, weights = given
+            return method(self, *args, **kwargs)
+        x, index, weights = given
+        y = None
+        if is_dynamo_compiling():
             y = run_traced(self, self.traceable_experts(), x, index, weights, self.fused_recompute is True)
-        elif reason := self.why_called(*given):
+        elif reason := self.why_called(x, index, weights):
             say_once(self, reason, OWN_FORWARD)
         else:
-            y = moe_ffn(**self.call_arguments(*given)).to(given[0].dtype)
+            y = moe_ffn(**self.call_arguments(x, index, weights)).to(x.dtype)
         return method(self, *args, **kwargs) if y is None else y
 
     @outside_of_traces
