@@ -16,7 +16,8 @@ import torch
 from .capturing import loading_allowed
 from .device import triton
 from .hopper import Descriptor, Geometry
-from .relaunching import Repeated, Variant
+from .relaunching import Variant, listened_to
+from .torch_internals import current_device
 
 _Made = TypeVar("_Made")
 # Numbers that belong together, such as the strides of one tensor, form a tuple: one parameter of the kernel.
@@ -26,9 +27,7 @@ _compiled: dict[tuple[object, ...], Variant] = {}
 # Triton specialises on whether an address is a multiple of 16 bytes.
 ALIGNMENT_MASK = 15
 _COMPILED_LIMIT = 4096  # strides that change with every call must not fill the memory; Triton still has the variants
-
-# torch.cuda.current_device first makes sure that CUDA is initialised, which is given if a tensor is on a GPU.
-_current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
+_ENCODINGS_LIMIT = 256  # the same, for one descriptor of one prepared launch
 
 
 def ceil_div(count: int, size: int) -> int:
@@ -96,7 +95,9 @@ class Launch:
     16-byte aligned: none of that is checked again. No tensor is kept alive.
     """
 
-    __slots__ = ("_dependent", "_device", "_geometries", "_kernel", "_programs", "_repeated", "_rest", "_variant")
+    __slots__ = (
+        "_arguments", "_dependent", "_descriptors", "_device", "_kernel", "_options", "_programs", "_rest", "_variant",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -110,41 +111,60 @@ class Launch:
         geometries: tuple[Geometry | None, ...] = (),
         dependent: bool = False,
     ) -> None:
-        self._kernel, self._programs, self._geometries, self._dependent = kernel, programs, geometries, dependent
-        self._rest = numbers, free_numbers, constants, num_warps, num_stages
+        self._kernel, self._programs, self._dependent = kernel, programs, dependent
+        self._arguments, self._options = (numbers, free_numbers, constants), (num_warps, num_stages)
+        self._rest = (*numbers, *free_numbers, *constants)
+        self._descriptors = [None if geometry is None else _Encodings(geometry) for geometry in geometries]
         self._device = -1
+        # Known after the first execution.
         self._variant: Variant | None = None
-        self._repeated: Repeated | None = None
 
     def __call__(self, tensors: tuple[torch.Tensor | None, ...]) -> None:
         """Run it on tensors in the order of the kernel's signature: first those that have geometries."""
-        described = len(self._geometries)
-        bases, pointers = tensors[:described], tensors[described:]
-        repeated = self._repeated
-        if repeated is None:
-            if self._variant is None:
-                self._run_alone(pointers, bases)
-                return
-            repeated = self._repeated = self._repeat(len(pointers))
-        if _current_device() == self._device:
-            repeated(pointers, bases)
-        else:
+        variant, descriptors = self._variant, self._descriptors
+        if variant is None or not variant.direct or listened_to():
+            self._run_alone(tensors)
+            return
+        if current_device() != self._device:
             with torch.cuda.device(self._device):
-                repeated(pointers, bases)
+                self(tensors)
+            return
+        arguments: list[Any] = []
+        for index, encodings in enumerate(descriptors):
+            base = tensors[index]
+            if base is None or encodings is None:
+                arguments.append(None)
+            else:
+                arguments += encodings.get(base.data_ptr()) or encodings.add(variant, index, base)
+        for pointer in tensors[len(descriptors) :] if descriptors else tensors:
+            arguments.append(None if pointer is None else pointer.data_ptr())
+        variant.run(self._programs, self._device, (*arguments, *self._rest))
 
-    def _run_alone(self, pointers: tuple[torch.Tensor | None, ...], bases: tuple[torch.Tensor | None, ...]) -> None:
-        """Run it as an ordinary launch; the first run prepares nothing, because a second one may never come."""
-        described = zip(bases, self._geometries, strict=True)
-        descriptors = tuple([None if b is None or g is None else Descriptor(b, *g) for b, g in described])
-        self._variant = launch(self._kernel, self._programs, pointers, *self._rest, descriptors, self._dependent)
+    def _run_alone(self, tensors: tuple[torch.Tensor | None, ...]) -> None:
+        """Run it as an ordinary launch."""
+        bases, pointers = tensors[: len(self._descriptors)], tensors[len(self._descriptors) :]
+        described = zip(bases, self._descriptors, strict=True)
+        descriptors = tuple([None if b is None or e is None else Descriptor(b, *e.geometry) for b, e in described])
+        self._variant = launch(
+            self._kernel, self._programs, pointers, *self._arguments, *self._options, descriptors, self._dependent
+        )
         if self._variant is not None:
-            self._device = next(tensor for tensor in (*bases, *pointers) if tensor is not None).device.index
+            self._device = next(tensor for tensor in tensors if tensor is not None).device.index
 
-    def _repeat(self, pointers: int) -> Repeated:
-        numbers, free_numbers, constants, _, _ = self._rest
-        rest = (*numbers, *free_numbers, *constants)
-        assert self._variant is not None
-        return Repeated(self._variant, self._programs, self._device, self._geometries, pointers, rest)
+
+class _Encodings(dict[int, tuple[Any, ...]]):
+    """Encodings of one descriptor of a prepared launch, by the address of its tensor."""
+
+    def __init__(self, geometry: Geometry) -> None:
+        super().__init__()
+        self.geometry = geometry
+
+    def add(self, variant: Variant, index: int, base: torch.Tensor) -> tuple[Any, ...]:
+        """The encoding of the descriptor at this position, for a new address."""
+        if len(self) >= _ENCODINGS_LIMIT:
+            self.clear()
+        found = self[base.data_ptr()] = variant.encoding(index, Descriptor(base, *self.geometry))
+        return found
 
 
 def launch(
@@ -171,7 +191,7 @@ def launch(
     assert first is not None
     device = first.device
     on_gpu = first.is_cuda
-    if on_gpu and device.index != _current_device():
+    if on_gpu and device.index != current_device():
         with torch.cuda.device(device):
             return launch(
                 kernel, programs, pointers, numbers, free_numbers, constants, num_warps, num_stages, descriptors,
@@ -181,9 +201,7 @@ def launch(
     key = None
     # On AMD GPUs Triton also specialises on the size of a tensor's storage.
     if on_gpu and not torch.version.hip:
-        addresses = [None if p is None else p.data_ptr() for p in pointers]
-        placed = zip(pointers, addresses, strict=True)
-        layout = tuple([None if a is None else (p.dtype, a & ALIGNMENT_MASK == 0) for p, a in placed])  # type: ignore[union-attr]
+        layout = tuple([None if p is None else (p.dtype, p.data_ptr() & ALIGNMENT_MASK == 0) for p in pointers])
         blocks = tuple([None if d is None else (d.base.dtype, *d.block_shape) for d in descriptors])
         # Triton specialises on integers in tuples even if ``do_not_specialize`` names the tuple.
         tuples = [n for each in free_numbers if isinstance(each, tuple) for n in each if type(n) is int]
@@ -195,7 +213,7 @@ def launch(
         key = (id(kernel), device.index, blocks, layout, numbers, width, constants, num_warps, num_stages, dependent)
         known = _compiled.get(key)
         if known is not None:
-            known.launch(programs, device.index, descriptors, pointers, addresses, rest)
+            known.launch(programs, device.index, descriptors, pointers, rest)
             return known
     # An FMA rounds once instead of twice. Passed explicitly, because Triton's default is about to change.
     options = {"num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": True}

@@ -5,14 +5,13 @@ inside an operation may use it (:func:`autograd_in_reach`).
 """
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
-from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..kernels.launching import ALIGNMENT_MASK
+from ..kernels.torch_internals import kernels_are_next
 from .call import transformed
 from .last_pass import hooks_are_set, may_be_overwritten
 
@@ -66,7 +65,7 @@ class _Function(torch.autograd.Function):
             call.unread = [place for place in call.operation.unread(call, wanted) if operands[place] is not None]
             call.constant = call.operation.constant(call.problem, wanted)
             call.wanted = wanted
-        results, made = call.operation._forward(call, operands, wanted)
+        results, made = call.operation.forward_in_kernels(call, operands, wanted)
         saved = [operand if keep else None for operand, keep in zip(operands, call.kept, strict=True)]
         if call.unread:
             ctx.unread = [(operands[place], _version(operands[place])) for place in call.unread]
@@ -95,7 +94,7 @@ class _Function(torch.autograd.Function):
                         f"{call.operation.name} saved {_said(kept)} for its backward pass, and got {_said(found)} "
                         "back: expected the same dtype and shape"
                     )
-            call, count = call.apart(), len(call.kept)
+            call, count = call.with_fresh_launches(), len(call.kept)
             saved = *saved[:count], *[each if each is None else each.contiguous() for each in saved[count:]]
         if call.unread:
             again = torch.is_grad_enabled() or transformed(*upstream)
@@ -115,16 +114,6 @@ class _Function(torch.autograd.Function):
 apply: Callable[..., Any] = super(torch.autograd.Function, _Function).apply
 
 
-_AUTOGRAD = torch._C.DispatchKeySet(torch._C.DispatchKey.AutogradFunctionality)
-
-
-def autograd_in_reach() -> AbstractContextManager[Any]:
-    """A context in which autograd works even inside a custom operation, where its dispatch keys are excluded."""
-    include, exclude = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
-    guard: AbstractContextManager[Any] = torch._C._ForceDispatchKeyGuard(include, exclude - _AUTOGRAD)
-    return guard
-
-
 class DirectCalls:
     """Registers an operation's autograd formula so that calls without gradients ``run`` the kernels directly.
 
@@ -138,17 +127,8 @@ class DirectCalls:
         """As ``torch.library.Library.impl``."""
 
         def run(keyset: Any, *given: Any) -> Any:
-            if torch.is_grad_enabled() or not _kernels_are_next(keyset.raw_repr()):
+            if torch.is_grad_enabled() or not kernels_are_next(keyset.raw_repr()):
                 return formula(keyset, *given)
             return self.run(*given)
 
         self.library.impl(name, run, key, with_keyset=with_keyset)
-
-
-@cache
-def _kernels_are_next(keys: int) -> bool:
-    """Whether nothing comes between autograd and the kernels of a device: no mode, no transform, no subclass."""
-    later = torch._C.DispatchKeySet.from_raw_repr(keys) & torch._C._after_autograd_keyset
-    for passed in (torch._C.DispatchKey.ADInplaceOrView, torch._C.DispatchKey.BackendSelect):
-        later = later.remove(passed)
-    return later.highestPriorityTypeId() in (torch._C.DispatchKey.CPU, torch._C.DispatchKey.CUDA)

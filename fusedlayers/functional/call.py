@@ -1,32 +1,33 @@
 """The state around a call that decides how it runs, read cheaply, because small calls are host-bound.
 
 A call that torch runs should cost the host little more than torch's own. So everything that the choice of a path
-depends on is gathered into a key, and a call with a known key skips checks, planning, and all that follows from shapes
-and layouts.
+depends on, besides the layouts of its tensors, is gathered into a key, by which prepared calls are found again.
 """
 
 import sys
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import fields, replace
 from typing import Any
 
 import torch
 from torch import Tensor, is_grad_enabled
-from torch._C import _is_any_autocast_enabled, _len_torch_dispatch_stack
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
 from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from ..kernels.launching import ALIGNMENT_MASK
+from ..kernels.torch_internals import (
+    any_autocast,
+    count_dispatch_modes,
+    in_functorch,
+    is_batch_of_gradients,
+    is_capturing,
+    jit_trace,
+)
 from .operands import autocast_dtype, compute_dtype, input_precision
 from .switches import switches
 
-# What torch.cuda's function in Python calls.
-_is_capturing: Callable[[], bool] = getattr(
-    torch._C, "_cuda_isCurrentStreamCapturing", torch.cuda.is_current_stream_capturing
-)
 PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)
 # Tensors that stand for plain ones in a trace, and the modes that trace.
 _TRACED_TENSORS = (FakeTensor, FunctionalTensor)
@@ -40,7 +41,7 @@ def observed() -> bool:
     torch.compile, torch.export, make_fx, FLOP counters, selective checkpointing and modes of users do not see a kernel
     that is launched past torch's dispatcher.
     """
-    return bool(_len_torch_dispatch_stack())
+    return bool(count_dispatch_modes())
 
 
 def traced() -> bool:
@@ -58,7 +59,7 @@ def captured(device: torch.device) -> bool:
     """Whether this call is being captured into a CUDA graph, or compiled to be."""
     if device.type != "cuda":
         return False
-    return recorded_later() if observed() else _is_capturing()
+    return recorded_later() if observed() else is_capturing()
 
 
 def transformed(*tensors: Tensor | None) -> bool:
@@ -66,10 +67,12 @@ def transformed(*tensors: Tensor | None) -> bool:
 
     Also whether one of ``tensors`` is a batch of upstream gradients (autograd's ``is_grads_batched``).
     """
-    # Dual tensors have a plain type, and need not require a gradient.
-    if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
+    if in_functorch() or forward_ad._current_level >= 0:
         return True
-    return any(tensor is not None and torch._C._functorch.is_legacy_batchedtensor(tensor) for tensor in tensors)
+    for tensor in tensors:  # noqa: SIM110  a generator takes longer
+        if tensor is not None and is_batch_of_gradients(tensor):
+            return True
+    return False
 
 
 def wants_gradient(*tensors: Tensor | None) -> bool:
@@ -121,44 +124,37 @@ def with_known_sizes(problem: Any) -> Any:
     return replace(problem, **{name: node.hint for name, node in sizes.items()})
 
 
-def signature(
-    operation: str, tensors: tuple[Tensor | None, ...], options: tuple[object, ...]
-) -> tuple[object, ...] | None:
-    """All that the checks, the plan and the launches of a call depend on, besides the device's facts and addresses.
+def call_key(operation: str, tensors: Sequence[Any], options: tuple[object, ...]) -> tuple[object, ...] | None:
+    """What a prepared call of an operation is looked up by, besides the layouts of its tensors.
 
-    None for calls that these do not identify: tensor subclasses, tensors of torch.func, negated views, layouts without
-    strides, options of unusual types, calls under a dispatch mode.
+    None for calls that are checked and planned each time: see :func:`surroundings`, and options of unusual types.
     """
-    first = tensors[0]
-    if first is None or observed() or transformed():
+    around, types = surroundings(tensors[0]), tuple(map(type, options))
+    if around is None or not _PLAIN_OPTIONS.issuperset(types):
         return None
-    found: list[Any] = [operation]
-    for tensor in tensors:
-        if tensor is None:
-            found.append(None)
-            continue
-        if type(tensor) not in PLAIN_TENSORS or tensor.layout is not torch.strided or tensor.is_neg():
-            return None
-        if tensor.is_nested:
-            return None
-        found += (
-            tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad,
-            tensor.data_ptr() & ALIGNMENT_MASK,
-        )  # fmt: skip
-    # Types too: True == 1 == 1.0, but not all of them need be valid.
-    types = tuple(map(type, options))
-    if not _PLAIN_OPTIONS.issuperset(types):
-        return None
-    found += (options, types, *surroundings(first))
-    return tuple(found)
+    # The second tensor tells the layers of a block apart, which take the same input. Types of options count, too:
+    # True == 1 == 1.0, but not all of them need be valid.
+    return operation, getattr(tensors[1], "shape", None), options, types, around
 
 
-def surroundings(first: Tensor) -> tuple[object, ...]:
-    """What a call depends on besides its arguments: grad mode, autocast, precision, a capture, the user's switches."""
-    dtype = autocast_dtype(first.device) if _is_any_autocast_enabled() else None
-    precision, recording = None, False
+def surroundings(first: Any) -> tuple[object, ...] | None:
+    """What decides how a call runs besides its arguments (modes, the user's switches), and the shape of the first one.
+
+    None in dispatch modes, in forward-mode differentiation and in a trace of torch.jit, and where ``first`` is no plain
+    tensor. Transforms of torch.func show in the dispatch keys of tensors.
+    """
+    if (
+        type(first) not in PLAIN_TENSORS
+        or first.is_nested
+        or count_dispatch_modes()
+        or forward_ad._current_level >= 0
+        or jit_trace() is not None
+    ):
+        return None
+    dtype = autocast_dtype(first.device) if any_autocast() else None
+    precision, capturing = None, False
     if first.is_cuda:
-        recording = _is_capturing()
+        capturing = is_capturing()
         if (dtype or first.dtype) is torch.float32:
             precision = input_precision(first.device, torch.float32)
-    return is_grad_enabled(), dtype, precision, recording, switches()
+    return first.shape, is_grad_enabled(), dtype, precision, capturing, switches()

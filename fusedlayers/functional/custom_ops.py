@@ -31,8 +31,8 @@ from ..sources import stamp
 from . import dispatch
 from .autograd import DirectCalls
 from .call import with_known_sizes
-from .last_call import alike
 from .precision import Float8
+from .recalling import Recalled
 from .switches import backend, strict, switches
 
 _LIBRARY = torch.library.Library("fusedlayers", "DEF")
@@ -49,11 +49,6 @@ _WORDS: dict[Any, Callable[[str], bool | int | str]] = {
     bool | int | str: lambda word: {"True": True, "False": False}.get(word, _WORDS[int | str](word)),
 }
 
-
-# Most prepared calls of one operation, and most layouts of one call. Cleared when full, which costs no more than
-# planning them again.
-_READY_LIMIT = 4096
-_LAYOUTS_LIMIT = 16
 _AS_IT_IS = nullcontext()
 
 
@@ -149,7 +144,7 @@ class KernelOperation:
 
     def __init__(self, operation: Any) -> None:
         self.operation = operation
-        self._ready: dict[tuple[object, ...], list[tuple[Callable[..., bool], _Ready]]] = {}
+        self.calls: Recalled[_Ready] = Recalled()
         names = operation.operands.split()
         self.count = len(names)
         typed = [f"Tensor? {each[:-1]}" if each.endswith("?") else f"Tensor {each}" for each in names]
@@ -231,22 +226,13 @@ class KernelOperation:
         """The planned call, cached unless a size is a SymInt, as in a trace."""
         if any(type(size) is not int for size in sizes):
             return self._prepare(operands, sizes, call)
-        tensors, facts = (*operands, *made), dispatch.describe(_device_of(operands))
+        tensors = (*operands, *made)
         # The current switches, which may differ from those when the graph was compiled.
         key = (call, *sizes, *switches())
-        known = self._ready.get(key)
-        if known is None:
-            if len(self._ready) >= _READY_LIMIT:
-                self._ready.clear()
-            known = self._ready[key] = []
-        for same, ready in reversed(known):
-            # A device has other facts while some are assumed, and after a self-test.
-            if ready.call.facts is facts and same(tensors):
-                return ready
-        if len(known) >= _LAYOUTS_LIMIT:
-            known.clear()
-        ready = self._prepare(operands, sizes, call)
-        known.append((alike(tensors), ready))
+        ready = self.calls.find(key, tensors)
+        if ready is None:
+            ready = self._prepare(operands, sizes, call)
+            self.calls.add(key, tensors, ready)
         return ready
 
     def _prepare(self, tensors: Sequence[Tensor | None], sizes: Sequence[int], call: str) -> _Ready:

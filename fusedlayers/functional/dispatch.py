@@ -116,6 +116,11 @@ def count(plan: Decision) -> None:
         _counted[f"{plan.problem.operation} {plan.path}"] += 1
 
 
+def are_counted() -> bool:
+    """Whether calls are counted now."""
+    return _counted is not None
+
+
 @contextmanager
 def decisions() -> Iterator[Decisions]:
     """Counts calls by operation and path ("ffn fused") inside the context, which does not nest."""

@@ -23,8 +23,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from ..kernels import gemm_epilogue as kernels
 from ..kernels.float8 import quantise_rows, quantise_transposed, transposed_pair
 from ..kernels.hopper import Scaled
+from ..kernels.torch_internals import is_capturing
 from ..kernels.tuning import EpiloguePipeline
-from .call import _is_capturing
 from .prepared import Prepared
 
 # By the id of a tensor that owns memory: a parameter, or what a view is a view of.
@@ -100,7 +100,7 @@ def _may_keep(owners: list[Tensor], problem: Any) -> bool:
     if distributed is not None and distributed.is_available() and distributed.is_initialized():
         return False
     _watch_optimizers()
-    if problem.captured or (owners[0].is_cuda and _is_capturing()):
+    if problem.captured or (owners[0].is_cuda and is_capturing()):
         for owner in owners:
             if owner.requires_grad:
                 _note_graph(owner)
@@ -129,7 +129,7 @@ def _after_step(*_: Any) -> None:
     if is_dynamo_compiling():
         return
     global _steps_in_graphs
-    if torch.cuda.is_available() and _is_capturing():
+    if torch.cuda.is_available() and is_capturing():
         _steps_in_graphs = True
     _kept.clear()
 

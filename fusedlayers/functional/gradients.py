@@ -161,9 +161,9 @@ class _WeightGradient(_Gradients):
     def title(self, problem: WeightGradientProblem, tensors: Tensors, options: tuple[Any, ...]) -> str:
         return "weight_gradient: dW = dyᵀ x" + (", db = Σ dy" if problem.bias else "")
 
-    def sees_through(self, call: Prepared) -> bool:
+    def runs_eager(self, call: Prepared) -> bool:
         # torch.compile's column sums are as fast as the kernel.
-        return super().sees_through(call) or (call.observed and call.plan.path == "sums")
+        return super().runs_eager(call) or (call.observed and call.plan.path == "sums")
 
     def flattened(self, call: Prepared, tensors: Tensors) -> Tensors:
         return [rows(tensor) for tensor in tensors]

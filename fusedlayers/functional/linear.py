@@ -143,9 +143,9 @@ class _Linear(Operation):
             return f"linear: {product}"
         return f"linear: act({product}), act = {formula(problem.activation)}"
 
-    def sees_through(self, call: Prepared) -> bool:
+    def runs_eager(self, call: Prepared) -> bool:
         # torch's own backward pass would not compute dx before dW, as :meth:`backward` does.
-        return super().sees_through(call) and (call.observed or not call.plan.data_gradient_first)
+        return super().runs_eager(call) and (call.observed or not call.plan.data_gradient_first)
 
     def through_torch(self, call: Prepared, tensors: Tensors) -> Tensor:
         x, weight, bias = tensors
@@ -276,7 +276,7 @@ class _Float8Linear(_Linear):
     def instead(self, plan: Any, options: tuple[Any, ...]) -> tuple[Operation, tuple[Any, ...]] | None:
         return (LINEAR, (*options[:3], None)) if plan.path == IN_16_BITS else None
 
-    def sees_through(self, call: Prepared) -> bool:
+    def runs_eager(self, call: Prepared) -> bool:
         return False
 
     def cast(self, call: Prepared, tensors: Tensors) -> Tensors:

@@ -127,10 +127,10 @@ class _MaxSim(Operation):
             **call_facts(*tensors),
         )
 
-    def sees_through(self, call: Prepared) -> bool:
+    def runs_eager(self, call: Prepared) -> bool:
         # Packed tokens are padded to a data-dependent length, unknown in a trace: the call stays one custom operation.
         packed = "packed" in (call.problem.query_layout, call.problem.document_layout)
-        return super().sees_through(call) and not (call.observed and packed)
+        return super().runs_eager(call) and not (call.observed and packed)
 
     def title(self, problem: MaxSimProblem, tensors: Tensors, options: tuple[Any, ...]) -> str:
         return "maxsim: scores[q, e] = Σ_i max_j queries[q, i] · documents[e, j]"

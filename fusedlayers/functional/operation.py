@@ -1,42 +1,45 @@
-"""How every call runs: recognised, or checked and planned; then by kernels, by torch, or as a custom operation.
+"""How every call runs: recalled, or checked and planned; then by kernels, by torch, or as a custom operation.
 
 An operation is one object, registered under the name of its public function. What all of them share is written here
 once: the cache of prepared calls, autocast, dispatch modes and compilers, the choice between a plain run and autograd,
 upstream gradients of any layout, and second derivatives.
+
+A repeated call passes ``__call__`` or a module, then :meth:`Operation.call`, :meth:`Operation.run`, and the
+operation's own ``forward``, which launches kernels.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from torch._C import _get_tracing_state
 from torch.compiler import is_dynamo_compiling
 from torch.fx import Proxy
 
 from .. import reference
 from ..kernels.activations import ACTIVATIONS
 from ..kernels.capturing import make_products_ready
+from ..kernels.torch_internals import autograd_in_reach, jit_trace
 from ..planning import Call, Device
 from . import dispatch
-from .autograd import apply, autograd_in_reach, contiguous, dense
-from .call import observed, signature, transformed
+from .autograd import apply, contiguous, dense
+from .call import call_key, observed, subclass_of, transformed
 from .custom_ops import Composite, KernelOperation, Results
-from .last_call import LastCall, at_places
 from .operands import autocast, naming_layouts, without_autocast
 from .prepared import Prepared
+from .recalling import Recalled, pick
 
 Tensors = Sequence[Any]  # tensors, or None for those that are not given
 
 # Every operation by the name of its public function.
 OPERATIONS: dict[str, Operation] = {}
 
-# Prepared calls by their signature. Cleared when full, which costs no more than planning them again.
-_prepared: dict[tuple[object, ...], Prepared] = {}
-_PREPARED_LIMIT = 4096
+# The prepared calls of all operations, by :func:`call_key`.
+CALLS: Recalled[Prepared] = Recalled()
 
 
 class Operation:
@@ -74,11 +77,8 @@ class Operation:
         names = list(parameters)
         self.tensor_names = tuple(names[place] for place in tensors)
         self.option_names = tuple(names[place] for place in options)
-        self._places = tuple(tensors), tuple(options)
-        self._tensors: Callable[..., Any] = at_places(tensors)
-        self._options: Callable[..., Any] = at_places(options)
-        # For calls of the public function itself: consecutive layers are often alike.
-        self._last = LastCall()
+        self._tensors: Callable[..., Any] = pick(tensors)
+        self._options: Callable[..., Any] = pick(options)
         if not variant:
             self.composite = Composite(function)
             OPERATIONS[self.name] = self
@@ -178,74 +178,70 @@ class Operation:
 
     def __call__(self, *arguments: Any) -> Any:
         """The public function, called with all of its arguments in order."""
+        tensors, options = self._tensors(arguments), self._options(arguments)
         if is_dynamo_compiling():
-            tensors, options = ([arguments[place] for place in places] for places in self._places)
             return self.unpacked(self.composite(*arguments), options, tensors)
-        return self.repeat(self._last, self._tensors(arguments), self._options(arguments))
+        return self.call(tensors, options)
 
-    def repeat(self, last: LastCall, tensors: Tensors, options: tuple[Any, ...], *, in_kernels: bool = False) -> Any:
-        """The public function, called by a module that keeps its ``last`` call.
+    def call(self, tensors: Tensors, options: tuple[Any, ...], *, in_kernels: bool = False) -> Any:
+        """The public function of its tensors and its options.
 
-        ``in_kernels``: return None where torch would run the call, because the module has a faster way to do that.
+        ``in_kernels``: return None where torch would run the call, because the caller has a faster way to do that.
         """
-        call = last.again(tensors, options)
+        call = self.recall(tensors, options)
         if call is None:
+            named = dict(zip((*self.tensor_names, *self.option_names), (*tensors, *options), strict=True))
             if (symbol := next((each for each in tensors if isinstance(each, Proxy)), None)) is not None:
                 # torch.fx cannot trace checks of a Proxy's values: the whole call is one node of its graph.
-                named = dict(zip((*self.tensor_names, *self.option_names), (*tensors, *options), strict=True))
                 return symbol.tracer.create_proxy("call_function", self.function, (), named)
-            if _get_tracing_state() is not None:
+            if jit_trace() is not None:
                 # The graph of torch.jit holds nothing but torch's own operations, and its sizes are tensors.
-                names = (*self.tensor_names, *self.option_names)
-                return self.reference(**dict(zip(names, (*tensors, *options), strict=True)))
-            call = self.prepared(tensors, options)
-            last.note(call, tensors, options)
-        if call.sees_through:
-            if in_kernels:
-                return None
-            if call.direct and dispatch._counted is None:
-                return call.operation.through_torch(call, tensors)
+                return self.reference(**named)
+            call = self._prepare(tensors, options)
+        if in_kernels and call.runs_eager:
+            return None
         return call.operation.run(call, tensors)
 
+    def recall(self, tensors: Tensors, options: tuple[Any, ...]) -> Prepared | None:
+        """The prepared call for such arguments, in such modes and on such a device, or None."""
+        key = call_key(self.name, tensors, options)
+        return None if key is None else CALLS.find(key, tensors)
+
     def prepared(self, tensors: Tensors, options: tuple[Any, ...]) -> Prepared:
-        """The prepared call from the cache, or checked and planned now.
+        """The prepared call: recalled, or checked and planned now.
 
         Raises:
             TypeError, ValueError: as the public function.
             RuntimeError: as :func:`.dispatch.dispatch`.
         """
-        key = signature(self.name, tensors, options)  # type: ignore[arg-type]
-        if key is not None:
-            known = _prepared.get(key)
-            # A device has other facts while some are assumed, and after a self-test.
-            if known is not None and dispatch.describe(tensors[0].device) is known.facts:
-                return known
-        options = self.check(tensors, options)
-        if (variant := self.variant(options)) is not self:
-            return self._remembered(key, variant.prepared(tensors, options))
-        problem = self.problem(tensors, options)
+        return self.recall(tensors, options) or self._prepare(tensors, options)
+
+    def _prepare(self, tensors: Tensors, options: tuple[Any, ...]) -> Prepared:
+        checked = self.check(tensors, options)
+        variant = self.variant(checked)
+        call = self._plan(tensors, checked) if variant is self else variant.prepared(tensors, checked)
+        if call.repeatable and (key := call_key(self.name, tensors, options)) is not None:
+            # torch's expression takes tensors of any alignment.
+            CALLS.add(key, tensors, call, aligned=not call.runs_eager)
+        return call
+
+    def _plan(self, tensors: Tensors, options: tuple[Any, ...]) -> Prepared:
+        """A prepared call of these checked options."""
         device = tensors[0].device
+        problem = self.problem(tensors, options)
         plan = dispatch.dispatch(problem, device)
         if self.is_variant and (other := self.instead(plan, options)) is not None:
             return other[0].prepared(tensors, other[1])
-        facts, extras = dispatch.describe(device), self.extras(options)
-        call = Prepared(self, options, problem, plan, facts, extras, tensors, key is None and observed())
+        plain = call_key(self.name, tensors, options) is not None and not subclass_of(*tensors)
+        call = Prepared(
+            self, options, problem, plan, dispatch.describe(device), self.extras(options), tensors,
+            observed=not plain and observed(), repeatable=plain and self.may_be_repeated(options),
+        )  # fmt: skip
         if device.type == "cuda":
             make_products_ready(device)
-        if key is None:
+        if not plain:
             # For subclasses and tensors of transforms autograd decides itself.
             call.wants_gradient = True
-        elif self.may_be_repeated(options):
-            if len(_prepared) >= _PREPARED_LIMIT:
-                _prepared.clear()
-            _prepared[key] = call
-            call.repeatable = True
-        return call
-
-    def _remembered(self, key: tuple[object, ...] | None, call: Prepared) -> Prepared:
-        """The prepared call of a variant, which is found by this operation's key, too."""
-        if key is not None and call.repeatable:
-            _prepared[key] = call
         return call
 
     def problem_of(self, **arguments: Any) -> Call:
@@ -276,37 +272,37 @@ class Operation:
         """The public result of a prepared call."""
         if dispatch._counted is not None:
             dispatch.count(call.plan)
-        if call.sees_through:
-            if call.dtype is not None and self.torch_takes_cast:
-                with without_autocast(tensors[0].device):
-                    return self._through_torch(call, self.cast(call, tensors))
-            return self._through_torch(call, tensors)
+        if call.runs_eager:
+            return self.through_torch(call, tensors) if call.direct else self._through_torch(call, tensors)
         operands = self.flattened(call, tensors if call.dtype is None else self.cast(call, tensors))
         if call.observed:
             results = self.kernel_operation(operands, call)
         elif call.wants_gradient:
             results = apply(call, *operands)
         else:
-            found, _ = self._forward(call, operands, ())
+            found, _ = self.forward_in_kernels(call, operands, ())
             results = found[0] if len(found) == 1 else found
         return self.finished(call, tensors, results)
 
-    def _through_torch(self, call: Prepared, tensors: Tensors) -> Any:
-        if not call.problem.subclass:
-            return self.through_torch(call, tensors)
-        with naming_layouts(self.tensor_names, tensors):
-            return self.through_torch(call, tensors)
-
-    def sees_through(self, call: Prepared) -> bool:
+    def runs_eager(self, call: Prepared) -> bool:
         """Whether torch's own expression runs, which autograd, dispatch modes and compilers see through."""
         return call.plan.path in self.torch_paths
+
+    def _through_torch(self, call: Prepared, tensors: Tensors) -> Any:
+        """torch's own expression where autocast casts its tensors first, or an error may have to name a layout."""
+        cast = call.dtype is not None and self.torch_takes_cast
+        autocast_off = without_autocast(tensors[0].device) if cast else nullcontext()
+        naming = naming_layouts(self.tensor_names, tensors) if call.problem.subclass else nullcontext()
+        with autocast_off, naming:
+            return self.through_torch(call, self.cast(call, tensors) if cast else tensors)
 
     def cast(self, call: Prepared, tensors: Tensors) -> Tensors:
         """The floating-point tensors in the dtype that autocast gives to products."""
         assert call.dtype is not None
         return autocast(tensors, call.dtype)
 
-    def _forward(self, call: Prepared, operands: Tensors, wanted: Sequence[bool]) -> tuple[Tensors, Tensors]:
+    def forward_in_kernels(self, call: Prepared, operands: Tensors, wanted: Sequence[bool]) -> tuple[Tensors, Tensors]:
+        """:meth:`forward`, in which autocast casts nothing again."""
         if call.dtype is None:
             return self.forward(call, operands, wanted)
         with without_autocast(operands[0].device):

@@ -1,4 +1,4 @@
-"""A checked and planned call, to be run any number of times."""
+"""A call that is checked and planned, to be run any number of times."""
 
 from __future__ import annotations
 
@@ -9,15 +9,17 @@ from typing import Any
 import torch
 
 from ..planning import Device
-from .call import wants_gradient
+from .call import surroundings, wants_gradient
 from .operands import autocast_dtype, compute_dtype
+from .recalling import Recalled
 
 
 class Prepared:
-    """A checked and planned call, which later calls with the same key reuse.
+    """A checked and planned call, which later calls with such arguments reuse.
 
     ``ready`` belongs to the kernels: launches that are complete except for addresses. All calls that share it have
-    operands of the same shapes, dtypes and layouts.
+    operands of the same shapes, dtypes and layouts. ``observed``: a dispatch mode sees the call; ``repeatable``: other
+    calls may reuse it.
     """
 
     def __init__(
@@ -29,28 +31,50 @@ class Prepared:
         facts: Device,
         extras: dict[str, Any],
         tensors: Sequence[Any] = (),
+        *,
         observed: bool = False,
+        repeatable: bool = False,
     ) -> None:
         self.operation, self.options, self.problem, self.plan, self.facts = operation, options, problem, plan, facts
-        self.extras, self.observed = extras, observed
-        self.repeatable = False
+        self.extras, self.observed, self.repeatable = extras, observed, repeatable
         self.wants_gradient = wants_gradient(*tensors)
         self.dtype: torch.dtype | None = None
         if tensors and autocast_dtype(tensors[0].device) is not None:
             self.dtype = compute_dtype(tensors[0])  # what autocast casts operands to
         self.ready: dict[Any, Any] = {}
         self.details = operation.details(plan, extras)
-        self.sees_through: bool = operation.sees_through(self)
-        # torch's expression runs as it is: autocast does not cast, and no error has to name a subclass.
-        self.direct: bool = self.sees_through and self.dtype is None and not problem.subclass
+        self.runs_eager: bool = operation.runs_eager(self)
+        # torch's expression runs as it is: autocast does not cast, and no error has to name a layout.
+        self.direct: bool = self.runs_eager and self.dtype is None and not problem.subclass
         self.wanted: tuple[bool, ...] = ()
         self.kept: tuple[bool, ...] = ()
         self.unread: Sequence[int] = ()
         self.constant: Sequence[int] = ()
         self.layouts: list[Any] = []
 
-    def apart(self) -> Prepared:
-        """The same call for operands of other layouts."""
+    def with_fresh_launches(self) -> Prepared:
+        """The same call for operands of other layouts, for which no launch is prepared yet."""
         other = copy.copy(self)
         other.ready = {}
         return other
+
+
+class ModuleCalls(Recalled[Prepared]):
+    """The prepared calls of one module with the same ``options``; copies and pickles of a module have none.
+
+    A module recalls them by :func:`surroundings` alone. That is cheaper than the key of a function's calls, which names
+    operation and options, too.
+    """
+
+    options: tuple[Any, ...] | None = None
+
+    def note(self, call: Prepared, tensors: tuple[Any, ...], options: tuple[Any, ...]) -> None:
+        """Adds a call; calls with other options are forgotten."""
+        if options is not self.options:
+            self.clear()
+            self.options = options
+        # torch's expression takes tensors of any alignment.
+        self.add(surroundings(tensors[0]), tensors, call, aligned=not call.runs_eager)
+
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        return type(None), ()

@@ -21,7 +21,7 @@ from .children import (
     why_patched,
 )
 from .ffn import FusedFFN
-from .keeping import KEPT, forget, keep, kept
+from .guarding import KEPT, forget, keep, kept
 from .linear import SplitKLinear
 from .linear_cross_entropy import LinearCrossEntropyLoss
 from .maxsim import MaxSim

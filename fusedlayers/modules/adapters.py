@@ -12,6 +12,7 @@ from typing import Any, Literal, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
+from ..functional.call import surroundings
 from ..functional.ffn import FFN
 from ..functional.lora_ffn import LORA_FFN
 from ..functional.operands import autocast_dtype
@@ -126,7 +127,9 @@ class AdaptedFFNPieces(FFNPieces):
         if self.dropout_p:
             return None
         in_kernels = self.gate_rows is not None and not self.adapter_dropout_p
-        y: Tensor | None = LORA_FFN.repeat(self._last, *self._given(x), in_kernels=in_kernels)
+        tensors, options = self._given(x)
+        call = None if options != self._calls.options else self._calls.find(surroundings(x), tensors)
+        y: Tensor | None = self._run(LORA_FFN, call, tensors, options, in_kernels)
         return y if y is None or residual is None else y + residual
 
     def _given(self, x: Tensor) -> tuple[tuple[Any, ...], tuple[Any, ...]]:

@@ -15,8 +15,9 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import _has_any_global_hook
 from torch.nn.utils import parametrize
+
+from ..kernels.torch_internals import has_global_hook, jit_trace
 
 _HOOKS = {
     "_forward_pre_hooks": "a forward pre-hook",
@@ -200,7 +201,7 @@ def why_not_plain(linear: nn.Module) -> str | None:
 
 def why_not_now(*tensors: Tensor | None) -> str | None:
     """Why a call with these tensors must go through the children although they are plain, or None."""
-    if _has_any_global_hook():
+    if has_global_hook():
         return "a hook is registered for all modules"
     if torch.jit.is_tracing():  # type: ignore[attr-defined]
         return "torch.jit is tracing"
@@ -220,8 +221,8 @@ def is_plain_now(tensor: object) -> bool:
         (type(tensor) is Tensor or type(tensor) is nn.Parameter)
         and tensor.layout is torch.strided
         and not tensor.is_nested
-        and not _has_any_global_hook()
-        and torch._C._get_tracing_state() is None
+        and not has_global_hook()
+        and jit_trace() is None
     )
 
 

@@ -15,8 +15,8 @@ from ..functional.options import checked_flag, checked_size
 from ..functional.precision import Float8, precision_word
 from ..kernels.activations import ACTIVATIONS, canonical_activation
 from .adapters import ffn_pieces
-from .children import is_plain_now, say_once, why_not_now
-from .keeping import keep, kept
+from .children import say_once, why_not_now
+from .guarding import keep, kept
 from .pieces import FFNPieces
 from .traced import outside_of_traces, traceable, traced_ffn
 
@@ -125,15 +125,18 @@ class FusedFFN(nn.Module):
                 return y
             dropout_p = self.dropout if self.training else 0.0
         else:
-            ready: FFNPieces | None = kept(self)
-            if ready is not None and is_plain_now(x) and (residual is None or is_plain_now(residual)):
-                return cast(Tensor, ready.run(x, residual, self.recompute, self.precision))
-            pieces = self.ffn_pieces()
+            known: FFNPieces | None = kept(self)
+            if known is not None:
+                tensors = known.tensors(x, residual)
+                call = known.recall(tensors, self.recompute, self.precision)
+                if call is not None:
+                    return cast(Tensor, call.operation.run(call, tensors))
+            pieces = known or self.ffn_pieces()
             symbolic = isinstance(x, Proxy)  # torch.fx records the whole call as one node
             reason = pieces.why_not_plain() or (None if symbolic else why_not_now(x, residual))
             if reason is None:
-                if pieces.may_be_kept and not symbolic:
-                    keep(self, pieces, _PARTS, (pieces,))
+                if known is None and pieces.may_be_kept and not symbolic:
+                    keep(self, pieces, _PARTS)
                 return cast(Tensor, pieces.run(x, residual, self.recompute, self.precision))
             dropout_p = pieces.dropout_p
             say_once(self, reason)

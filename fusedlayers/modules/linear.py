@@ -10,10 +10,12 @@ from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 
 from .. import functional
-from ..functional.last_call import LastCall
+from ..functional import dispatch
+from ..functional.call import surroundings
 from ..functional.linear import LINEAR, check_reduction, check_split_k
 from ..functional.precision import Float8, precision_word
-from .keeping import KEPT
+from ..functional.prepared import ModuleCalls
+from .guarding import KEPT
 from .traced import outside_of_traces
 
 _operation = LINEAR.composite.operation
@@ -85,18 +87,24 @@ class SplitKLinear(nn.Linear):
             weight, bias = held["weight"], held["bias"]
         except KeyError:
             weight, bias = self.weight, self.bias
-        last = own.get(KEPT)
-        if last is None:
-            last = own[KEPT] = LastCall(inputs=(0,))
-        elif last.by_torch is not None:
-            again, (_, split_k, reduction, precision) = last.by_torch
-            same = own.get("split_k") is split_k and own.get("reduction") is reduction
-            if same and self.precision is precision and again((x,)):
+        calls: ModuleCalls | None = own.get(KEPT)
+        if calls is not None and not dispatch.are_counted():
+            _, split_k, reduction, precision = calls.options
+            # By identity: True == 1, but not both are valid.
+            same = self.split_k is split_k and self.reduction is reduction and self.precision is precision
+            if same and calls.find(surroundings(x), (x,)) is not None:
                 return F.linear(x, weight, bias)
         # Nested tensors, and Proxies of torch.fx, whose attributes are Proxies.
         if getattr(x, "is_nested", False) is not False:
             return F.linear(x, weight, bias)
-        return LINEAR.repeat(last, (x, weight, bias), (None, self.split_k, self.reduction, self.precision))
+        tensors, options = (x, weight, bias), (None, self.split_k, self.reduction, self.precision)
+        call = LINEAR.recall(tensors, options)
+        if call is None:
+            return LINEAR.call(tensors, options)
+        if call.direct:
+            # torch's expression takes any parameters, so that the input alone recalls such a call.
+            own.setdefault(KEPT, ModuleCalls()).note(call, (x,), options)
+        return call.operation.run(call, tensors)
 
     def _traced(self, x: Tensor) -> Tensor:
         """Everything is read as torch's own forward reads it, so that Dynamo guards hardly more than there."""

@@ -7,13 +7,11 @@ from typing import Any, Literal, cast
 
 from torch import Tensor, nn
 
+from ..functional.call import surroundings
 from ..functional.ffn import FFN
-from ..functional.last_call import LastCall
 from ..functional.operation import Operation
+from ..functional.prepared import ModuleCalls, Prepared
 from .children import base_linear, linear_weight, parameter, split_gate, why_not_plain
-
-# Positions of x, the residual and the seed among the tensors of ``functional.ffn``.
-_INPUTS = (0, 7, 8)
 
 
 class FFNPieces:
@@ -28,7 +26,7 @@ class FFNPieces:
     """
 
     __slots__ = (
-        "_down", "_gate", "_last", "_options", "_up", "activation", "dropout_p", "gate_rows", "original",
+        "_calls", "_down", "_gate", "_up", "activation", "dropout_p", "gate_rows", "original",
         "output_dropout_p",
     )  # fmt: skip
 
@@ -47,8 +45,8 @@ class FFNPieces:
         self._gate = None if gate is None else weakref.ref(gate)
         self.activation, self.dropout_p = activation, dropout_p
         self.original, self.output_dropout_p, self.gate_rows = original, output_dropout_p, gate_rows
-        self._last = LastCall(_INPUTS, guarded=True)
-        self._options: tuple[Any, ...] = (activation, dropout_p, "auto", None)
+        # The calls with these parameters and options, by their inputs alone.
+        self._calls = ModuleCalls()
 
     @property
     def operation(self) -> Operation:
@@ -104,22 +102,10 @@ class FFNPieces:
         precision: str | None = None,
     ) -> dict[str, Any]:
         """The arguments of ``functional.ffn`` for input x; only for plain children."""
-        w_up, b_up, w_gate, b_gate = self._into_hidden()
-        w_down, b_down = _read(self.down)
-        return {
-            "x": x,
-            "w_up": w_up,
-            "w_down": w_down,
-            "b_up": b_up,
-            "b_down": b_down,
-            "w_gate": w_gate,
-            "b_gate": b_gate,
-            "activation": self.activation,
-            "dropout_p": self.dropout_p,
-            "recompute": recompute,
-            "residual": residual,
-            "precision": precision,
-        }
+        tensors = zip(FFN.tensor_names, self.tensors(x, residual), strict=True)
+        given = {name: tensor for name, tensor in tensors if name != "dropout_seed"}
+        options = {"activation": self.activation, "dropout_p": self.dropout_p, "recompute": recompute}
+        return given | options | {"precision": precision}
 
     def run(
         self,
@@ -130,17 +116,44 @@ class FFNPieces:
     ) -> Tensor | None:
         """``functional.ffn`` of x with the parameters that the children hold now; only for plain children.
 
-        None where one linear holds gate and up projection and torch would run the FFN: the module's own code takes one
-        product instead of two. But with a dropout ``functional.ffn`` runs on any path, so that its mask is the same.
+        None where a child is no longer plain, and where one linear holds gate and up projection and torch would run the
+        FFN: the module's own code takes one product instead of two. But with a dropout ``functional.ffn`` runs on any
+        path, so that its mask is the same.
         """
-        w_up, b_up, w_gate, b_gate = self._into_hidden()
-        w_down, b_down = _read(self._down())
-        tensors = (x, w_up, w_down, b_up, b_down, w_gate, b_gate, residual, None)
-        options = self._options
-        if options[2] is not recompute or options[3] is not precision:
-            options = self._options = (self.activation, self.dropout_p, recompute, precision)
-        in_kernels = self.gate_rows is not None and not self.dropout_p
-        return FFN.repeat(self._last, tensors, options, in_kernels=in_kernels)
+        tensors = self.tensors(x, residual)
+        call = self.recall(tensors, recompute, precision)
+        options = (self.activation, self.dropout_p, recompute, precision)
+        return self._run(FFN, call, tensors, options, self.gate_rows is not None and not self.dropout_p)
+
+    def recall(
+        self, tensors: tuple[Any, ...], recompute: Literal["auto"] | bool | int, precision: str | None
+    ) -> Prepared | None:
+        """The call of an earlier :meth:`run` with tensors like these, or None."""
+        calls = self._calls
+        options = calls.options
+        # By identity: True == 1, but not both need be valid.
+        if options is None or options[2] is not recompute or options[3] is not precision:
+            return None
+        return calls.find(surroundings(tensors[0]), tensors)
+
+    def _run(
+        self,
+        operation: Operation,
+        call: Prepared | None,
+        tensors: tuple[Any, ...],
+        options: tuple[Any, ...],
+        in_kernels: bool,
+    ) -> Any:
+        """The ``call`` that was recalled, or one of ``operation``; ``in_kernels``: None where torch would run it."""
+        if call is None:
+            # Other shapes, or something else in place of the parameters.
+            if self.why_not_plain() is not None:
+                return None
+            y = operation.call(tensors, options, in_kernels=in_kernels)
+            if (call := operation.recall(tensors, options)) is not None:
+                self._calls.note(call, tensors, options)
+            return y
+        return None if in_kernels and call.runs_eager else call.operation.run(call, tensors)
 
     def run_instead(
         self, x: Tensor, recompute: Literal["auto"] | bool | int, precision: str | None = None
@@ -156,16 +169,17 @@ class FFNPieces:
                 raise
             return None
 
-    def _into_hidden(self) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
-        """Weight and bias of the up projection, and those of the gate."""
+    def tensors(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor | None, ...]:
+        """The tensors of ``functional.ffn``."""
         w_up, b_up = _read(self._up())
+        w_down, b_down = _read(self._down())
+        w_gate = b_gate = None
         if self._gate is not None:
-            return w_up, b_up, *_read(self._gate())
-        if self.gate_rows is None:
-            return w_up, b_up, None, None
-        w_gate, w_up = split_gate(w_up, self.gate_rows)
-        b_gate, b_up = (None, None) if b_up is None else split_gate(b_up, self.gate_rows)
-        return w_up, b_up, w_gate, b_gate
+            w_gate, b_gate = _read(self._gate())
+        elif self.gate_rows is not None:
+            w_gate, w_up = split_gate(w_up, self.gate_rows)
+            b_gate, b_up = (None, None) if b_up is None else split_gate(b_up, self.gate_rows)
+        return x, w_up, w_down, b_up, b_down, w_gate, b_gate, residual, None
 
 
 def _read(linear: Any) -> tuple[Tensor, Tensor | None]:

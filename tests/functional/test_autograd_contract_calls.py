@@ -169,13 +169,13 @@ def test_the_layout_of_an_upstream_gradient(name: str, layout: str, rows: int, m
             call, lambda dy: LAYOUTS[layout](dy).resolve_neg().clone(memory_format=torch.contiguous_format)
         )
         # A call that adds up in no fixed order is not remembered.
-        prepared = list(operation._prepared.values())
+        prepared = operation.CALLS.values()
         variants = [_variants(each.ready) for each in prepared]
         found = gradients(call, LAYOUTS[layout])
     assert_same(found, expected)
     assert len(read) == 2
     assert read[0] == read[1]
-    assert list(operation._prepared.values()) == prepared
+    assert operation.CALLS.values() == prepared
     assert [_variants(each.ready) for each in prepared] == variants
 
 

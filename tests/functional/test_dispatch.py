@@ -17,7 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from fusedlayers import FusedFFN, functional, planning
 from fusedlayers.functional import dispatch, operation
-from fusedlayers.functional.call import signature
+from fusedlayers.functional.call import call_key
 from fusedlayers.functional.ffn import FFN
 from fusedlayers.functional.operands import input_precision
 from fusedlayers.planning import Device
@@ -365,23 +365,17 @@ def test_what_equals_a_right_call_is_not_taken_for_it(monkeypatch: pytest.Monkey
         functional.gemm_gemm(a, b, torch.ones(2, 7, 3))
 
 
-def test_recognised_calls_are_forgotten_before_they_fill_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(operation, "_PREPARED_LIMIT", 4)
-    w_up, w_down = torch.ones(24, 16), torch.ones(16, 24)
-    for rows in range(1, 11):
-        functional.ffn(torch.ones(rows, 16), w_up, w_down)
-        assert len(operation._prepared) <= 4
-
-
-def test_some_calls_are_never_recognised(monkeypatch: pytest.MonkeyPatch) -> None:
-    x = torch.ones(5, 16)
-    assert signature("ffn", (x, None), ("gelu", 0.0)) is not None
-    assert signature("ffn", (x.as_subclass(Tagged), None), ("gelu", 0.0)) is None
-    assert signature("ffn", (x, x.as_subclass(Tagged)), ("gelu", 0.0)) is None
-    assert signature("ffn", (x, None), (["gelu"], 0.0)) is None
-    assert signature("ffn", (x, None), ("gelu", torch.tensor(0.0))) is None
+def test_some_calls_are_never_recalled() -> None:
+    x, w_up, w_down = torch.ones(5, 16), torch.ones(24, 16), torch.ones(16, 24)
+    for given in ((x.as_subclass(Tagged), w_up, w_down), (x, w_up.as_subclass(Tagged), w_down)):
+        functional.ffn(*given)
     with FlopCounterMode(display=False):
-        assert signature("ffn", (x, None), ("gelu", 0.0)) is None
+        functional.ffn(x, w_up, w_down)
+    torch.func.vmap(lambda row: functional.ffn(row, w_up, w_down))(x)
+    assert operation.CALLS.values() == []
+    assert call_key("ffn", (x, None), ("gelu", 0.0)) is not None
+    assert call_key("ffn", (x, None), (["gelu"], 0.0)) is None
+    assert call_key("ffn", (x, None), ("gelu", torch.tensor(0.0))) is None
 
 
 def test_a_path_for_other_sizes_is_planned_as_the_user_wishes(monkeypatch: pytest.MonkeyPatch) -> None:

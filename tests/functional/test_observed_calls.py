@@ -21,7 +21,7 @@ def told(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[Any, set[tuple[torch.
     """The dtypes that every prepared launch was given: on a GPU it reads them all as those of the first time."""
     monkeypatch.setenv("FUSEDLAYERS_BACKEND", "triton")
     for each in operation.OPERATIONS.values():
-        each.kernel_operation._ready.clear()
+        each.kernel_operation.calls.clear()
     forget_calls()
     given: dict[Any, set[tuple[torch.dtype | None, ...]]] = {}
     run = launching.Launch.__call__

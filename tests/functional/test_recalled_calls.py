@@ -16,8 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fusedlayers import SplitKLinear, functional, planning, reference
-from fusedlayers.functional import call, dispatch, operation, switches
-from fusedlayers.functional.call import signature
+from fusedlayers.functional import call, dispatch, operation, recalling, switches
+from fusedlayers.functional.call import call_key
 from fusedlayers.functional.dispatch import decisions
 from fusedlayers.functional.ffn import FFN
 from tests.support.operands import forget_calls
@@ -93,19 +93,19 @@ def test_a_call_is_checked_and_planned_once(name: str, checked: list[str], monke
         assert torch.equal(first, again)
 
 
-def test_no_two_operations_share_a_signature() -> None:
+def test_no_two_operations_share_a_call_key() -> None:
     for run in CALLS.values():
         run()
-    assert len(operation._prepared) == len(CALLS)
-    assert {key[0] for key in operation._prepared} == set(CALLS)
+    assert len(operation.CALLS.values()) == len(CALLS)
+    assert {key[0] for key in operation.CALLS._values} == set(CALLS)
 
 
-def test_every_option_is_part_of_a_signature() -> None:
+def test_every_option_is_part_of_a_call_key() -> None:
     options, others = ("relu", 2, 0.5, True), ("gelu", 3, 0.25, 1)  # True equals 1, and is another type
-    known = signature("linear", (X, WEIGHT), options)
-    assert known == signature("linear", (X, WEIGHT), options)
+    known = call_key("linear", (X, WEIGHT), options)
+    assert known == call_key("linear", (X, WEIGHT), options)
     for place, other in enumerate(others):
-        assert signature("linear", (X, WEIGHT), (*options[:place], other, *options[place + 1 :])) != known, other
+        assert call_key("linear", (X, WEIGHT), (*options[:place], other, *options[place + 1 :])) != known, other
     for activation in ("relu", None, "relu"):
         expected = reference.linear(X, WEIGHT, activation=activation or "identity")
         assert torch.equal(functional.linear(X, WEIGHT, activation=activation), expected)
@@ -263,11 +263,11 @@ def test_facts_of_the_device_that_change(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_a_capture_is_planned_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     capturing = [False]
-    monkeypatch.setattr(call, "_is_capturing", lambda: capturing[0])
+    monkeypatch.setattr(call, "is_capturing", lambda: capturing[0])
 
     def key() -> Any:
         with mock.patch.object(call, "PLAIN_TENSORS", (OnGPU,)):
-            return signature("linear", (OnGPU(torch.bfloat16),), ())  # type: ignore[arg-type]
+            return call_key("linear", (OnGPU(torch.bfloat16), None), ())  # type: ignore[arg-type]
 
     launched = key()
     capturing[0] = True
@@ -297,11 +297,11 @@ class OnGPU:
 
 
 def test_float32_precision_is_part_of_a_call_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(call, "_is_capturing", lambda: False)
+    monkeypatch.setattr(call, "is_capturing", lambda: False)
 
     def seen(dtype: torch.dtype) -> Any:
         with mock.patch.object(call, "PLAIN_TENSORS", (OnGPU,)):
-            return signature("linear", (OnGPU(dtype),), ())  # type: ignore[arg-type]
+            return call_key("linear", (OnGPU(dtype), None), ())  # type: ignore[arg-type]
 
     before = torch.get_float32_matmul_precision()
     try:
@@ -316,7 +316,7 @@ def test_float32_precision_is_part_of_a_call_on_a_gpu(monkeypatch: pytest.Monkey
 
 def test_threads_do_not_disturb_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
     """Grad mode and autocast are a thread's own; the calls, forgotten again and again here, are not."""
-    monkeypatch.setattr(operation, "_PREPARED_LIMIT", 3)
+    monkeypatch.setattr(recalling, "KEYS_LIMIT", 3)
     wrong: list[str] = []
 
     def work(number: int) -> None:
@@ -337,7 +337,7 @@ def test_threads_do_not_disturb_each_other(monkeypatch: pytest.MonkeyPatch) -> N
     for thread in threads:
         thread.join()
     assert wrong == []
-    assert len(operation._prepared) <= 3 + len(threads)
+    assert len(operation.CALLS.values()) <= 3 + len(threads)
 
 
 def test_a_thread_never_meets_a_call_that_another_one_has_half_noted(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -36,14 +36,14 @@ def nothing_compiled() -> Iterator[None]:
     torch._dynamo.reset()
     counters.clear()
     for each in OPERATIONS.values():
-        each.kernel_operation._ready.clear()
+        each.kernel_operation.calls.clear()
     yield
     torch._dynamo.reset()
 
 
 def ran_kernels() -> bool:
     """Whether a compiled graph called one of our operations."""
-    return any(each.kernel_operation._ready for each in OPERATIONS.values())
+    return any(each.kernel_operation.calls.values() for each in OPERATIONS.values())
 
 
 def leaf(*shape: int) -> Tensor:

@@ -99,7 +99,7 @@ def test_a_first_launch_loads_in_the_relaxed_mode_and_a_second_does_not_ask(
             return compiled
 
     monkeypatch.setattr(launching, "_compiled", {})
-    monkeypatch.setattr(launching, "_current_device", lambda: 0)
+    monkeypatch.setattr(launching, "current_device", lambda: 0)
     monkeypatch.setattr(triton.compiler, "CompiledKernel", Compiled)
     kernel, pointers = Kernel(), (Pointer(),)
     with stand_in_driver():
@@ -107,5 +107,5 @@ def test_a_first_launch_loads_in_the_relaxed_mode_and_a_second_does_not_ask(
         for _ in range(3):
             prepared(pointers)  # type: ignore[arg-type]
             assert driver.mode == GLOBAL
-        assert isinstance(prepared._repeated, relaunching.Repeated)
+        assert isinstance(prepared._variant, relaunching.Variant)
     assert modes == [RELAXED]

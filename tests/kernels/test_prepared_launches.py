@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fusedlayers import planning
-from fusedlayers.kernels import gemm_epilogue, gemm_gemm, hopper, relaunching
+from fusedlayers.kernels import gemm_epilogue, gemm_gemm, hopper, launching
 from fusedlayers.kernels.column_sums import column_sums
 from fusedlayers.kernels.device import HAS_TRITON
 from fusedlayers.kernels.dropout import Dropout
@@ -26,15 +26,8 @@ from fusedlayers.kernels.tuning import (
 from fusedlayers.kernels.tuning.grouped_gemm import GroupedTiles
 from fusedlayers.kernels.weight_gradient import weight_gradient
 from tests.support.operands import needs_kernels
-from tests.support.prepared_launches import (
-    HOPPER,
-    CompleteDescriptor,
-    assert_same,
-    assert_told_the_same,
-    drawn,
-    launcher_of,
-)
-from tests.support.stand_in_launchers import Compiled, stand_in_driver
+from tests.support.prepared_launches import HOPPER, Watched, assert_same, assert_told_the_same, drawn
+from tests.support.stand_in_launchers import Launcher, stand_in_driver
 
 GATED = pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
 M, K, N = 40, 16, 24
@@ -209,42 +202,23 @@ def test_sm90_kernels_are_told_the_same(width: int, gated: bool, nested: bool, m
 
 
 @pytest.mark.skipif(not HAS_TRITON, reason="Triton is not installed")
-@pytest.mark.parametrize("built", ["scratch", "twice", "shuffled", "nothing"])
-def test_a_launcher_that_does_more_is_called_itself(built: str) -> None:
-    """Only where all that it does is to hand its arguments on can it be left out."""
-    calls: list[tuple[Any, ...]] = []
-    launcher = launcher_of(calls, nested=False)
-
-    class Other(launcher):  # type: ignore[misc, valid-type]
-        global_scratch_size = 128 if built == "scratch" else 0
-
-        def __call__(self, *arguments: Any) -> None:
-            if built == "shuffled":
-                self.launch(*arguments[:4], *reversed(arguments[4:]))
-                return
-            for _ in range({"scratch": 1, "twice": 2, "nothing": 0}[built]):
-                self.launch(*arguments)
-
-    with stand_in_driver(Other):
-        compiled = Compiled({"p": "*fp32", "n": "i32"}, Other)
-        function, before, after, nested = relaunching._innermost(compiled.run, 3, compiled, (None, 5))
-        assert function is compiled.run
-        assert (before, after, nested) == ((3, 1, 1), ("function", "packed", None, None, None), False)
-
-
-@pytest.mark.skipif(not HAS_TRITON, reason="Triton is not installed")
-def test_encodings_of_a_slot_are_bounded_and_keep_no_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(relaunching, "_SLOT_LIMIT", 4)
-    found = hopper.matrix(drawn(64, 64, dtype=torch.bfloat16))
+def test_encodings_are_bounded_and_keep_no_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launching, "_ENCODINGS_LIMIT", 4)
+    monkeypatch.setattr(launching, "current_device", lambda: None)
+    watched = Watched(Launcher)
+    monkeypatch.setattr(launching, "launch", watched.launch)
+    whole = drawn(64, 64, dtype=torch.bfloat16)
+    found = hopper.matrix(whole)
     assert found is not None
     with stand_in_driver() as encoded:
-        variant = relaunching.Variant(Compiled(), [CompleteDescriptor(found.descriptor(8, 64)), None])
-        repeated = relaunching.Repeated(variant, 3, 0, (found.geometry(8, 64), None), 1, (5,))
-        whole = drawn(64, 64, dtype=torch.bfloat16)
-        (slot, _) = repeated._slots
-        assert slot is not None
+        launch = launching.Launch(None, 3, (5,), (), (), geometries=(found.geometry(8, 64), None))
+        [encodings, _] = launch._descriptors
+        assert encodings is not None
         for row in range(10):
-            repeated((drawn(4),), (whole[row:], None))
-            assert len(slot._encodings) <= 4
-        assert len(encoded) == 10
-        assert not any(isinstance(each, Tensor) for each in (*slot._encodings.values(), *slot.last))
+            for _ in range(2):
+                launch((whole[row:], None, drawn(4)))
+            assert len(encodings) <= 4
+    # The first launch prepares nothing, and the second one is at the same address.
+    assert len(encoded) == 11
+    assert watched.compiled == 1
+    assert not any(isinstance(each, Tensor) for encoding in encodings.values() for each in encoding)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -37,58 +37,29 @@ def described(given: Tensor) -> Descriptor:
 
 
 def launched(variant: relaunching.Variant, given: Tensor, pointer: Tensor) -> None:
-    variant.launch(3, 0, (described(given), None), (pointer,), [pointer.data_ptr()], (5,))
+    variant.launch(3, 0, (described(given), None), (pointer,), (5,))
 
 
-def test_a_matrix_is_encoded_once_for_each_place(encoded: list[int]) -> None:
+def test_the_function_in_c_is_called_with_encodings_and_addresses(encoded: list[int]) -> None:
     compiled = Compiled()
     variant = relaunching.Variant(compiled, [Checked([16, 64]), None])
-    launcher = variant._launcher
+    assert variant.direct
+    launcher = Launcher.made[-1]
     assert launcher.signature == ["nvTmaDesc", "i32", "i32", "i64", "i64", "constexpr", "*fp32", "i32"]
     assert launcher.meta is None
-    given, other, pointer = tensor(), tensor(), torch.zeros(4)
-    for each in (given, given, other, given):
-        launched(variant, each, pointer)
-    assert encoded == [given.data_ptr(), other.data_ptr()]
-    arguments = [args for *_, args in launcher.calls]
-    assert [args[4] for args in arguments] == [f"map of {each.data_ptr()}" for each in (given, given, other, given)]
-    assert launcher.calls[0][:3] == (3, 7, "function")
-    assert arguments[0][:4] == ("packed", None, None, None)
-    assert arguments[0][5:] == (16, 64, 64, 1, None, pointer.data_ptr(), 5)
-    assert compiled.plain == []
-
-
-def test_other_sizes_or_strides_at_the_same_place_are_another_matrix(encoded: list[int]) -> None:
-    variant = relaunching.Variant(Compiled(), [Checked([16, 64]), None])
     whole, pointer = tensor(), torch.zeros(4)
-    views = [whole, whole[:8], whole[::2], whole[:, :32]]
-    for _ in range(2):
-        for view in views:
-            launched(variant, view, pointer)
-    assert encoded == [whole.data_ptr()] * len(views)
-    sizes = [args[5:9] for *_, args in variant._launcher.calls[: len(views)]]
-    assert sizes == [(16, 64, 64, 1), (8, 64, 64, 1), (8, 64, 128, 1), (16, 32, 64, 1)]
-
-
-def test_encodings_are_forgotten_before_they_fill_the_memory(
-    encoded: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(relaunching, "_ENCODED_LIMIT", 4)
-    variant = relaunching.Variant(Compiled(), [Checked([16, 64]), None])
-    whole, pointer = tensor(64), torch.zeros(4)
-    for row in range(10):
-        launched(variant, whole[row:], pointer)
-        assert len(relaunching._encoded) <= 4
-    assert len(encoded) == 10
+    for view, sizes in ((whole, (16, 64, 64, 1)), (whole[:8], (8, 64, 64, 1)), (whole[::2], (8, 64, 128, 1))):
+        launched(variant, view, pointer)
+        told = (f"map of {view.data_ptr()}", *sizes, None, pointer.data_ptr(), 5)
+        assert launcher.calls.pop() == (3, 1, 1, 7, "function", "packed", told)
+    assert compiled.plain == launcher.calls == []
 
 
 def test_no_tensor_is_kept_alive(encoded: list[int]) -> None:
     checked = Checked([16, 64])
     checked.base = tensor()  # type: ignore[assignment]
-    variant = relaunching.Variant(Compiled(), [checked, None])
-    launched(variant, tensor(), torch.zeros(4))
+    relaunching.Variant(Compiled(), [checked, None])
     assert checked.base is None
-    assert not any(isinstance(each, Tensor) for made in relaunching._encoded.values() for each in made)
 
 
 def test_hooks_hear_of_launches_through_tritons_interface(encoded: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,39 +68,95 @@ def test_hooks_hear_of_launches_through_tritons_interface(encoded: list[int], mo
     given, pointer = tensor(), torch.zeros(4)
     monkeypatch.setattr(triton.knobs.runtime.launch_exit_hook, "calls", [print])
     launched(variant, given, pointer)
-    assert variant._launcher.calls == encoded == []
+    assert Launcher.made[-1].calls == encoded == []
     ((grid, arguments),) = compiled.plain
     assert grid == (3, 1, 1)
     assert arguments[0].base is given
     assert arguments[1:] == (None, pointer, 5)
     monkeypatch.setattr(triton.knobs.runtime.launch_exit_hook, "calls", [])
     launched(variant, given, pointer)
-    assert len(variant._launcher.calls) == 1
+    assert len(Launcher.made[-1].calls) == 1
 
 
-@pytest.mark.parametrize("change", ["encoding", "launcher", "metadata"])
+class OneByOne(Launcher):
+    def __call__(self, *arguments: Any) -> None:
+        self.launch(*arguments[:5], False, *arguments[9:])
+
+
+def test_arguments_may_be_told_one_by_one() -> None:
+    with stand_in_driver(OneByOne):
+        variant = relaunching.Variant(Compiled({"p": "*fp32", "n": "i32"}, OneByOne), [])
+        variant.run(3, 0, (16, 5))
+    assert Launcher.made[-1].calls == [(3, 1, 1, 7, "function", False, 16, 5)]
+
+
+class WithScratch(Launcher):
+    global_scratch_size = 128
+
+
+class Twice(Launcher):
+    def __call__(self, *arguments: Any) -> None:
+        for _ in range(2):
+            super().__call__(*arguments)
+
+
+class Shuffled(Launcher):
+    def __call__(self, *arguments: Any) -> None:
+        self.launch(*arguments[:4], *reversed(arguments[4:]))
+
+
+class StreamFirst(Launcher):
+    def __call__(self, *arguments: Any) -> None:
+        self.launch(arguments[3], *arguments[:3], *arguments[4:])
+
+
+class OtherParameters(Launcher):
+    def __call__(self, grid: tuple[int, int, int], *, stream: int) -> None:  # type: ignore[override]
+        raise NotImplementedError
+
+
+class DoesNothing(Launcher):
+    def __call__(self, *arguments: Any) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    "change", ["encoding", "metadata", WithScratch, Twice, Shuffled, StreamFirst, OtherParameters, DoesNothing]
+)
 def test_a_triton_that_is_built_otherwise_is_asked_as_before(
-    encoded: list[int], monkeypatch: pytest.MonkeyPatch, change: str
+    change: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    compiled = Compiled()
-    driver: Any = triton.runtime.driver.active
-    if change == "encoding":
-        monkeypatch.setattr(sys.modules[BACKEND], "make_tensordesc_arg", lambda arg, metadata, more, still: None)
-    elif change == "launcher":
-        driver.launcher_cls = type("Launcher", (Launcher,), {"__call__": lambda self, grid, *args: None})
-    else:
-        compiled.metadata = Metadata([None])
-    variant = relaunching.Variant(compiled, [Checked([16, 64]), None])
-    for _ in range(2):
-        launched(variant, tensor(), torch.zeros(4))
-    assert len(compiled.plain) == 2
-    assert encoded == []
+    """A warning says once that launches take longer."""
+    relaunching._warn.cache_clear()
+    with stand_in_driver(Launcher if isinstance(change, str) else change) as encoded:
+        compiled = Compiled()
+        if change == "encoding":
+            monkeypatch.setattr(sys.modules[BACKEND], "make_tensordesc_arg", lambda arg, metadata, more, still: None)
+        elif change == "metadata":
+            compiled.metadata = Metadata([None])
+        variants = [relaunching.Variant(compiled, [Checked([16, 64]), None]) for _ in range(2)]
+        for variant in variants:
+            assert not variant.direct
+            launched(variant, tensor(), torch.zeros(4))
+        assert len(compiled.plain) == 2
+        assert encoded == []
+    [record] = caplog.records
+    assert "launches kernels in a way that is not known here" in record.getMessage()
+    relaunching._warn.cache_clear()
 
 
+@pytest.mark.skipif(sys.modules.get("triton.backends.nvidia.driver") is None, reason="no backend for NVIDIA GPUs")
 def test_the_installed_triton_is_known() -> None:
-    """Without a GPU its driver cannot be made, but its parts can be looked at."""
-    backend = sys.modules.get("triton.backends.nvidia.driver")
-    if backend is None:
-        pytest.skip("this Triton has no backend for NVIDIA GPUs")
-    driver = SimpleNamespace(launcher_cls=backend.CudaLauncher, get_current_stream=None)
-    assert relaunching._is_known(driver, backend, Compiled())
+    """Without a GPU its driver cannot be made, but its parts can be looked at: an unknown release fails here."""
+    backend = sys.modules["triton.backends.nvidia.driver"]
+    assert relaunching._encodes(backend.make_tensordesc_arg, [Checked([16, 64])], [{}])
+    launcher = object.__new__(backend.CudaLauncher)
+    vars(launcher).update(
+        global_scratch_size=0, global_scratch_align=1, profile_scratch_size=0, profile_scratch_align=1, num_ctas=1,
+        launch_cooperative_grid=False, launch_pdl=False, arg_annotations=(), kernel_signature=b"", launch=print,
+    )  # fmt: skip
+    assert tuple(inspect.signature(backend.CudaLauncher).parameters) == ("src", "metadata")
+    found = relaunching._c_function(launcher, Compiled())
+    assert found is not None
+    assert found[0] is print
+    assert "function" in found[1]

@@ -17,9 +17,10 @@ from fusedlayers.closeness import compare_draws
 from fusedlayers.devices import describe
 from fusedlayers.functional import dispatch, operation
 from fusedlayers.functional.ffn import FFN
-from fusedlayers.functional.last_call import LastCall
+from fusedlayers.functional.recalling import Recalled
 from fusedlayers.kernels.device import interpreted
 from fusedlayers.kernels.dropout import draw_seed
+from fusedlayers.modules import FFNPieces
 
 # A CUDA device where kernels reach it; else the CPU, on which the interpreter runs them.
 DEVICE = torch.device("cuda" if torch.cuda.is_available() and not interpreted() else "cpu")
@@ -79,8 +80,7 @@ def on_path(
                 patch.setattr(planning.ffn_epilogue, name, lambda problem, device: torch_multiplies)
         # Without the caches: no plan made here outlives the test, and none made before or under another patch is used.
         patch.setattr(dispatch, "_cached_plan", plan)
-        patch.setattr(operation, "_prepared", _Forgetful())
-        patch.setattr(LastCall, "again", lambda *arguments: None)
+        patch.setattr(Recalled, "find", lambda *given: None)
         if chunk_rows is not None:
             patch.setattr(planning.ffn_chunked, "plan", lambda problem, *rest: small_chunks(problem, chunk_rows))
         yield {"recompute": recompute or path == "chunked"}
@@ -92,34 +92,26 @@ def patch_ffn(patch: pytest.MonkeyPatch, function: Callable[..., Any]) -> None:
     Inside of it ``functional.ffn`` is what it was. So are calls that a module would rather compute itself than let
     torch run them.
     """
-    repeat = FFN.repeat
+    own = FFN.call
     names = (*FFN.tensor_names, *FFN.option_names)
     inside: list[bool] = []
 
-    def call(last: LastCall, tensors: Any, options: tuple[Any, ...], *, in_kernels: bool = False) -> Any:
+    def call(tensors: Any, options: tuple[Any, ...], *, in_kernels: bool = False) -> Any:
         if inside:
-            return repeat(last, tensors, options, in_kernels=in_kernels)
+            return own(tensors, options, in_kernels=in_kernels)
         inside.append(True)
         try:
             return function(**dict(zip(names, (*tensors, *options), strict=True)))
         finally:
             inside.clear()
 
-    patch.setattr(FFN, "repeat", call)
+    patch.setattr(FFN, "call", call)
+    patch.setattr(FFNPieces, "recall", lambda *given: None)
 
 
 def forget_calls() -> None:
-    """Forgets all calls that were prepared, those of modules excepted."""
-    operation._prepared.clear()
-    for each in operation.OPERATIONS.values():
-        each._last = LastCall()
-
-
-class _Forgetful(dict[Any, Any]):
-    """A cache that keeps nothing."""
-
-    def __setitem__(self, key: Any, value: Any) -> None:
-        pass
+    """Forgets all calls that were prepared."""
+    operation.CALLS.clear()
 
 
 def small_chunks(

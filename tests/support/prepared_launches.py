@@ -53,8 +53,7 @@ class Watched:
         variant = relaunching.Variant(
             Compiled(signature, self.launcher), [None if d is None else CompleteDescriptor(d) for d in descriptors]
         )
-        addresses = [None if p is None else p.data_ptr() for p in pointers]
-        variant.launch(programs, None, descriptors, pointers, addresses, rest)  # type: ignore[arg-type]
+        variant.launch(programs, None, descriptors, pointers, rest)  # type: ignore[arg-type]
         return variant
 
 
@@ -122,7 +121,7 @@ def assert_told_the_same(
     launcher = launcher_of(calls, nested)
     watched = Watched(launcher)
     monkeypatch.setattr(launching, "launch", watched.launch)
-    monkeypatch.setattr(launching, "_current_device", lambda: None)
+    monkeypatch.setattr(launching, "current_device", lambda: None)
     with stand_in_driver(launcher) as encoded:
         told: list[list[tuple[Any, ...]]] = []
         ready: dict[Any, Any] = {}

@@ -13,10 +13,10 @@ from ...planning import Device, Float8Plan, Float8Problem, Plan, Problem, recomp
 from ...planning.float8 import IN_16_BITS
 from ..custom_ops import Result, Results
 from ..float8 import note_sources
-from ..last_call import at_places
 from ..operation import Operation, Tensors, formula
 from ..precision import Float8, precision_word
 from ..prepared import Prepared
+from ..recalling import pick
 from . import dropping
 from .arguments import check_ffn, check_recompute, checked_dropout, ffn_problem
 from .passes import RESIDUAL, FFNOperation
@@ -85,7 +85,7 @@ def ffn(
     )  # fmt: skip
 
 
-_weights = at_places((1, 2, 5))
+_weights = pick((1, 2, 5))
 
 
 class _FFN(FFNOperation):

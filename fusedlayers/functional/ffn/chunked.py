@@ -16,7 +16,7 @@ from torch import Tensor
 from ... import reference
 from ...kernels import gemm_epilogue as kernels
 from ...kernels.dropout import Dropout
-from ..autograd import autograd_in_reach
+from ...kernels.torch_internals import autograd_in_reach
 from ..operands import rows as rows_of
 from ..operation import Tensors
 from ..prepared import Prepared

@@ -11,10 +11,10 @@ from ...planning import KERNEL_PATHS, ffn_epilogue
 from ...planning.float8 import IN_8_BITS
 from .. import dispatch
 from ..custom_ops import Result, Results
-from ..last_call import at_places
 from ..operands import rows, with_leading_dims, without_autocast
 from ..operation import Operation, Tensors
 from ..prepared import Prepared
+from ..recalling import pick
 from ..sums import summed_rows
 from . import chunked, epilogue, float8, fused
 from .adapters import Adapted
@@ -41,7 +41,7 @@ class FFNOperation(Operation):
         super().__init__(function, variant)
         names = [name.rstrip("?") for name in self.operands.split()]
         through = [place for place, name in enumerate(names) if name not in _BESIDE_HIDDEN]
-        self._places_through_hidden, self._those_through_hidden = frozenset(through), at_places(through)
+        self._places_through_hidden, self._those_through_hidden = frozenset(through), pick(through)
         self._read = tuple(place not in (B_DOWN, RESIDUAL) for place in range(len(names)))
 
     def reference(self, **arguments: Any) -> Tensor:

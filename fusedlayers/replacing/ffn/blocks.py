@@ -60,7 +60,7 @@ class FusedBlock(ReplacedModule):
             methods = [(self.fused_from, name) for name in self.fused_methods]
             methods += [(owner, name) for owner, name, _ in self.fused_functions]
             methods += [each for found_ffn in pieces for each in functions_read(found_ffn.original)]
-            keep(self, found, names, pieces, methods, whole=whole)
+            keep(self, found, names, methods, whole=whole)
 
 
 def try_fused(block: FusedBlock, found: FFNPieces | str, x: Tensor) -> Tensor | None:
@@ -70,7 +70,10 @@ def try_fused(block: FusedBlock, found: FFNPieces | str, x: Tensor) -> Tensor | 
     elif not is_plain_now(x) and (reason := why_not_now(x)):
         say_once(block, reason)
     else:
-        return found.run_instead(x, block.fused_recompute, block.fused_precision)
+        y = found.run_instead(x, block.fused_recompute, block.fused_precision)
+        if y is None and found.gate_rows is None and (reason := found.why_not_plain()):
+            say_once(block, reason)
+        return y
     return None
 
 

@@ -219,7 +219,7 @@ class HeadInside:
             return divided(linear_cross_entropy(x, weight, target, **given), items)
         tensors, options = LINEAR_CROSS_ENTROPY.bound(x, weight, target, **given)
         call = LINEAR_CROSS_ENTROPY.prepared(tensors, options)
-        return None if call.sees_through else divided(LINEAR_CROSS_ENTROPY.run(call, tensors), items)
+        return None if call.runs_eager else divided(LINEAR_CROSS_ENTROPY.run(call, tensors), items)
 
     def for_caller(self, outputs: Any) -> Any:
         """The outputs of the forward, with uncomputed logits replaced by what the caller may use."""
