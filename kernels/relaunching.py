@@ -41,7 +41,7 @@ class Variant:
     """
 
     __slots__ = (
-        "_after", "_checked", "_compiled", "_encode", "_function", "_metas", "_nested", "_stream", "_unused", "direct",
+        "_after", "_checked", "_compiled", "_encode", "_function", "_metas", "_nested", "_stream", "direct",
     )  # fmt: skip
 
     def __init__(self, compiled: Any, checked: list[Any]) -> None:
@@ -50,13 +50,12 @@ class Variant:
             if descriptor is not None:
                 descriptor.base = None  # or the cache would keep the tensor alive
         driver = triton.runtime.driver.active
-        self._stream = getattr(driver, "get_current_stream", None)
-        self._encode = getattr(sys.modules[type(driver).__module__], "make_tensordesc_arg", None)
+        self._stream: Any = getattr(driver, "get_current_stream", None)
+        self._encode: Any = getattr(sys.modules[type(driver).__module__], "make_tensordesc_arg", None)
         metas = iter(getattr(compiled.metadata, "tensordesc_meta", None) or ())
         self._metas = [None if descriptor is None else next(metas, None) for descriptor in checked]
         found = None
-        if self._stream is not None and _encodes(self._encode, checked, self._metas):
-            self._unused = (None,) * (len(inspect.signature(self._encode).parameters) - 2)
+        if callable(self._stream) and _encodes(self._encode, checked, self._metas):
             found = _c_function(_launcher(driver, compiled, checked), compiled)
         self.direct = found is not None
         if found is not None:
@@ -66,7 +65,9 @@ class Variant:
 
     def encoding(self, index: int, descriptor: Descriptor) -> tuple[Any, ...]:
         """The arguments of :meth:`run` for one descriptor: the tensor map, sizes and strides."""
-        return tuple(self._encode(descriptor.like(self._checked[index]), self._metas[index], *self._unused))
+        complete, meta = descriptor.like(self._checked[index]), self._metas[index]
+        # The third argument, which some releases have, is unused.
+        return tuple(self._encode(complete, meta, *(None,) * (self._encode.__code__.co_argcount - 2)))
 
     def run(self, programs: int, device: int, arguments: tuple[Any, ...]) -> None:
         """Run it on the current stream of ``device``, which must be the current device.
@@ -112,15 +113,24 @@ def _warn() -> None:
 
 def _encodes(encode: Any, checked: list[Any], metas: list[Any]) -> bool:
     """Whether ``encode`` is the function that is known, and each descriptor has the metadata that it takes."""
+    if not any(each is not None for each in checked):
+        return True
     known = inspect.isfunction(encode) and tuple(inspect.signature(encode).parameters) in _ENCODING_PARAMETERS
     return known and all(isinstance(meta, dict) for each, meta in zip(checked, metas, strict=True) if each is not None)
 
 
 def _launcher(driver: Any, compiled: Any, checked: list[Any]) -> Any:
-    """Triton's launcher of a kernel, built for encoded descriptors: tensor map, sizes and strides."""
+    """Triton's launcher of a kernel, built for encoded descriptors: tensor map, sizes and strides.
+
+    None where such a launcher cannot be made.
+    """
     given = [descriptor for descriptor in checked if descriptor is not None]
     if not given:
         return compiled.run
+    launcher: Any = getattr(driver, "launcher_cls", None)
+    known = inspect.isclass(launcher) and tuple(inspect.signature(launcher).parameters) == ("src", "metadata")
+    if not known:
+        return None
     signature: dict[Any, Any] = {}
     ranks = iter([len(descriptor.shape) for descriptor in given])
     for name, kind in compiled.src.signature.items():
@@ -131,7 +141,7 @@ def _launcher(driver: Any, compiled: Any, checked: list[Any]) -> Any:
         for part, each in enumerate(["nvTmaDesc", *["i32"] * rank, *["i64"] * rank]):
             signature[name, part] = each
     source = SimpleNamespace(fn=compiled.src.fn, constants=compiled.src.constants, signature=signature)
-    return driver.launcher_cls(source, compiled.metadata._replace(tensordesc_meta=None))
+    return launcher(source, compiled.metadata._replace(tensordesc_meta=None))
 
 
 def _c_function(launcher: Any, compiled: Any) -> tuple[Any, tuple[Any, ...], bool] | None:

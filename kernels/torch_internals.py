@@ -87,7 +87,7 @@ def kernels_are_next(keys: int) -> bool:
     return later.highestPriorityTypeId() in (torch._C.DispatchKey.CPU, torch._C.DispatchKey.CUDA)
 
 
-def references(tensor: Tensor) -> tuple[int, int] | None:
+def references(tensor: Any) -> tuple[int, int] | None:
     """How many references C++ holds to a tensor, and to its storage; None where this torch does not count them."""
     try:
         return tensor._use_count(), torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)

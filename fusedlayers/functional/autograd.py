@@ -65,7 +65,9 @@ class _Function(torch.autograd.Function):
             call.unread = [place for place in call.operation.unread(call, wanted) if operands[place] is not None]
             call.constant = call.operation.constant(call.problem, wanted)
             call.wanted = wanted
-        results, made = call.operation.forward_in_kernels(call, operands, wanted)
+        operation = call.operation
+        forward = operation.forward if call.dtype is None else operation.forward_without_autocast
+        results, made = forward(call, operands, wanted)
         saved = [operand if keep else None for operand, keep in zip(operands, call.kept, strict=True)]
         if call.unread:
             ctx.unread = [(operands[place], _version(operands[place])) for place in call.unread]

@@ -1,7 +1,7 @@
 """The state around a call that decides how it runs, read cheaply, because small calls are host-bound.
 
 A call that torch runs should cost the host little more than torch's own. So everything that the choice of a path
-depends on, besides the layouts of its tensors, is gathered into a key, by which prepared calls are found again.
+depends on is guarded, and a call like an earlier one skips checks and planning: see ``recalling``.
 """
 
 import sys
@@ -125,31 +125,24 @@ def with_known_sizes(problem: Any) -> Any:
 
 
 def call_key(operation: str, tensors: Sequence[Any], options: tuple[object, ...]) -> tuple[object, ...] | None:
-    """What a prepared call of an operation is looked up by, besides the layouts of its tensors.
+    """What a prepared call of an operation is looked up by: two shapes and the options.
 
-    None for calls that are checked and planned each time: see :func:`surroundings`, and options of unusual types.
+    None where it cannot be: ``x`` is no plain tensor, or an option is of an unusual type.
     """
-    around, types = surroundings(tensors[0]), tuple(map(type, options))
-    if around is None or not _PLAIN_OPTIONS.issuperset(types):
+    first, types = tensors[0], tuple(map(type, options))
+    if type(first) not in PLAIN_TENSORS or first.is_nested or not _PLAIN_OPTIONS.issuperset(types):
         return None
     # The second tensor tells the layers of a block apart, which take the same input. Types of options count, too:
     # True == 1 == 1.0, but not all of them need be valid.
-    return operation, getattr(tensors[1], "shape", None), options, types, around
+    return operation, first.shape, getattr(tensors[1], "shape", None), options, types
 
 
-def surroundings(first: Any) -> tuple[object, ...] | None:
-    """What decides how a call runs besides its arguments (modes, the user's switches), and the shape of the first one.
+def surroundings(first: Tensor) -> tuple[bool, torch.dtype | None, str | None, bool, tuple[object, ...]] | None:
+    """What a call depends on besides its arguments: grad mode, autocast, precision, a capture, the user's switches.
 
-    None in dispatch modes, in forward-mode differentiation and in a trace of torch.jit, and where ``first`` is no plain
-    tensor. Transforms of torch.func show in the dispatch keys of tensors.
+    None in dispatch modes, in transforms and in a trace of torch.jit: such calls are checked and planned each time.
     """
-    if (
-        type(first) not in PLAIN_TENSORS
-        or first.is_nested
-        or count_dispatch_modes()
-        or forward_ad._current_level >= 0
-        or jit_trace() is not None
-    ):
+    if count_dispatch_modes() or transformed() or jit_trace() is not None:
         return None
     dtype = autocast_dtype(first.device) if any_autocast() else None
     precision, capturing = None, False
@@ -157,4 +150,4 @@ def surroundings(first: Any) -> tuple[object, ...] | None:
         capturing = is_capturing()
         if (dtype or first.dtype) is torch.float32:
             precision = input_precision(first.device, torch.float32)
-    return first.shape, is_grad_enabled(), dtype, precision, capturing, switches()
+    return is_grad_enabled(), dtype, precision, capturing, switches()

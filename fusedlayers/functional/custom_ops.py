@@ -32,7 +32,7 @@ from . import dispatch
 from .autograd import DirectCalls
 from .call import with_known_sizes
 from .precision import Float8
-from .recalling import Recalled
+from .recalling import Recalled, like
 from .switches import backend, strict, switches
 
 _LIBRARY = torch.library.Library("fusedlayers", "DEF")
@@ -230,9 +230,10 @@ class KernelOperation:
         # The current switches, which may differ from those when the graph was compiled.
         key = (call, *sizes, *switches())
         ready = self.calls.find(key, tensors)
-        if ready is None:
+        # A device has other facts while some are assumed, and after a self-test.
+        if ready is None or ready.call.facts is not dispatch.describe(_device_of(operands)):
             ready = self._prepare(operands, sizes, call)
-            self.calls.add(key, tensors, ready)
+            self.calls.add(key, like(tensors, aligned=True), ready)
         return ready
 
     def _prepare(self, tensors: Sequence[Tensor | None], sizes: Sequence[int], call: str) -> _Ready:

@@ -29,7 +29,7 @@ class Decisions(Counter[str]):
 
 
 # Not None inside :func:`decisions`.
-_counted: Decisions | None = None
+counted: Decisions | None = None
 
 
 def dispatch(problem: Any, device: torch.device) -> Any:
@@ -41,8 +41,8 @@ def dispatch(problem: Any, device: torch.device) -> Any:
     wish, must = backend(), strict()
     if observed():
         problem = with_known_sizes(problem)
-    if _counted is not None:
-        _counted.problems[problem] = None
+    if counted is not None:
+        counted.problems[problem] = None
     plan = _cached_plan(problem, facts_for(problem, device, wish), wish)
     _refuse_torch(plan, wish, must)
     return plan
@@ -112,24 +112,19 @@ def plan_on_path(problem: Any, path: str, device: torch.device) -> Any:
 
 def count(plan: Decision) -> None:
     """Counts a call and its path for :func:`decisions`."""
-    if _counted is not None:
-        _counted[f"{plan.problem.operation} {plan.path}"] += 1
-
-
-def are_counted() -> bool:
-    """Whether calls are counted now."""
-    return _counted is not None
+    if counted is not None:
+        counted[f"{plan.problem.operation} {plan.path}"] += 1
 
 
 @contextmanager
 def decisions() -> Iterator[Decisions]:
     """Counts calls by operation and path ("ffn fused") inside the context, which does not nest."""
-    global _counted
-    _counted = Decisions()
+    global counted
+    counted = Decisions()
     try:
-        yield _counted
+        yield counted
     finally:
-        _counted = None
+        counted = None
 
 
 @functools.lru_cache(maxsize=4096)

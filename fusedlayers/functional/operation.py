@@ -27,11 +27,11 @@ from ..kernels.torch_internals import autograd_in_reach, jit_trace
 from ..planning import Call, Device
 from . import dispatch
 from .autograd import apply, contiguous, dense
-from .call import call_key, observed, subclass_of, transformed
+from .call import call_key, observed, subclass_of, surroundings, transformed
 from .custom_ops import Composite, KernelOperation, Results
 from .operands import autocast, naming_layouts, without_autocast
 from .prepared import Prepared
-from .recalling import Recalled, pick
+from .recalling import Recalled, like_call, pick
 
 Tensors = Sequence[Any]  # tensors, or None for those that are not given
 
@@ -77,6 +77,7 @@ class Operation:
         names = list(parameters)
         self.tensor_names = tuple(names[place] for place in tensors)
         self.option_names = tuple(names[place] for place in options)
+        self._places = tuple(tensors), tuple(options)
         self._tensors: Callable[..., Any] = pick(tensors)
         self._options: Callable[..., Any] = pick(options)
         if not variant:
@@ -178,10 +179,11 @@ class Operation:
 
     def __call__(self, *arguments: Any) -> Any:
         """The public function, called with all of its arguments in order."""
-        tensors, options = self._tensors(arguments), self._options(arguments)
         if is_dynamo_compiling():
+            # Dynamo cannot trace itemgetter.
+            tensors, options = ([arguments[place] for place in places] for places in self._places)
             return self.unpacked(self.composite(*arguments), options, tensors)
-        return self.call(tensors, options)
+        return self.call(self._tensors(arguments), self._options(arguments))
 
     def call(self, tensors: Tensors, options: tuple[Any, ...], *, in_kernels: bool = False) -> Any:
         """The public function of its tensors and its options.
@@ -222,7 +224,7 @@ class Operation:
         call = self._plan(tensors, checked) if variant is self else variant.prepared(tensors, checked)
         if call.repeatable and (key := call_key(self.name, tensors, options)) is not None:
             # torch's expression takes tensors of any alignment.
-            CALLS.add(key, tensors, call, aligned=not call.runs_eager)
+            CALLS.add(key, like_call(tensors, aligned=not call.runs_eager), call)
         return call
 
     def _plan(self, tensors: Tensors, options: tuple[Any, ...]) -> Prepared:
@@ -232,7 +234,7 @@ class Operation:
         plan = dispatch.dispatch(problem, device)
         if self.is_variant and (other := self.instead(plan, options)) is not None:
             return other[0].prepared(tensors, other[1])
-        plain = call_key(self.name, tensors, options) is not None and not subclass_of(*tensors)
+        plain = surroundings(tensors[0]) is not None and not subclass_of(*tensors)
         call = Prepared(
             self, options, problem, plan, dispatch.describe(device), self.extras(options), tensors,
             observed=not plain and observed(), repeatable=plain and self.may_be_repeated(options),
@@ -270,7 +272,7 @@ class Operation:
 
     def run(self, call: Prepared, tensors: Tensors) -> Any:
         """The public result of a prepared call."""
-        if dispatch._counted is not None:
+        if dispatch.counted is not None:
             dispatch.count(call.plan)
         if call.runs_eager:
             return self.through_torch(call, tensors) if call.direct else self._through_torch(call, tensors)
@@ -280,7 +282,8 @@ class Operation:
         elif call.wants_gradient:
             results = apply(call, *operands)
         else:
-            found, _ = self.forward_in_kernels(call, operands, ())
+            forward = self.forward if call.dtype is None else self.forward_without_autocast
+            found, _ = forward(call, operands, ())
             results = found[0] if len(found) == 1 else found
         return self.finished(call, tensors, results)
 
@@ -301,10 +304,10 @@ class Operation:
         assert call.dtype is not None
         return autocast(tensors, call.dtype)
 
-    def forward_in_kernels(self, call: Prepared, operands: Tensors, wanted: Sequence[bool]) -> tuple[Tensors, Tensors]:
-        """:meth:`forward`, in which autocast casts nothing again."""
-        if call.dtype is None:
-            return self.forward(call, operands, wanted)
+    def forward_without_autocast(
+        self, call: Prepared, operands: Tensors, wanted: Sequence[bool]
+    ) -> tuple[Tensors, Tensors]:
+        """:meth:`forward` of operands that are cast; autocast must not cast them again."""
         with without_autocast(operands[0].device):
             return self.forward(call, operands, wanted)
 

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from ..planning import Device
-from .call import surroundings, wants_gradient
+from .call import wants_gradient
 from .operands import autocast_dtype, compute_dtype
-from .recalling import Recalled
+from .recalling import Guard, Recalled, like_call
 
 
 class Prepared:
@@ -60,21 +60,54 @@ class Prepared:
 
 
 class ModuleCalls(Recalled[Prepared]):
-    """The prepared calls of one module with the same ``options``; copies and pickles of a module have none.
+    """The prepared calls of one module with the same ``options``, by the shape of x.
 
-    A module recalls them by :func:`surroundings` alone. That is cheaper than the key of a function's calls, which names
-    operation and options, too.
+    Copies and pickles of a module have none.
+
+    Args:
+        inputs: positions of the tensors that are not parameters of the module. Where torch runs the call only these are
+            compared: its expression takes any parameters.
     """
 
-    options: tuple[Any, ...] | None = None
+    def __init__(self, inputs: Sequence[int]) -> None:
+        super().__init__()
+        self.options: tuple[Any, ...] | None = None
+        self._inputs = inputs
+        # Mostly the next call is like the one before. Replaced as a whole, for other threads.
+        self._last: tuple[Guard, Prepared] | None = None
 
-    def note(self, call: Prepared, tensors: tuple[Any, ...], options: tuple[Any, ...]) -> None:
+    def recall(self, tensors: Sequence[Any]) -> Prepared | None:
+        """The prepared call for tensors like these, or None."""
+        last = self._last
+        if last is None:
+            return None
+        holds, call = last
+        if holds(tensors):
+            return call
+        x = tensors[0]
+        # A nested tensor has no shape. Shapes of a Proxy of torch.fx are Proxies, which no key equals.
+        if getattr(x, "is_nested", True) is not False:
+            return None
+        for entry in self._values.get(x.shape, ()):
+            holds, call = entry
+            if holds(tensors):
+                self._last = entry
+                return call
+        return None
+
+    def note(self, call: Prepared, tensors: Sequence[Any], options: tuple[Any, ...]) -> None:
         """Adds a call; calls with other options are forgotten."""
-        if options is not self.options:
+        if options != self.options:
             self.clear()
-            self.options = options
-        # torch's expression takes tensors of any alignment.
-        self.add(surroundings(tensors[0]), tensors, call, aligned=not call.runs_eager)
+        self.options = options
+        guard = like_call(tensors, aligned=not call.runs_eager, positions=self._inputs if call.direct else None)
+        if guard is not None:
+            self.add(tensors[0].shape, guard, call)
+            self._last = guard, call
+
+    def clear(self) -> None:
+        super().clear()
+        self._last = None
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
         return type(None), ()

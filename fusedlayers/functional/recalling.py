@@ -1,8 +1,9 @@
 """What was prepared for earlier calls, found again for calls like them.
 
-Checks, a plan and launches take longer than many kernels run. They follow from a few plain values and from the layouts
-of the tensors. A call is looked up by the plain values, its key; its tensors are compared by torch.compile's own
-guards in C++, in a third of the time that reading and hashing their layouts would take.
+Checks, a plan and launches take longer than many kernels run, and a call that torch runs should cost the host little
+more than torch's own. So a call is looked up by a key of a few values, and a guard tells whether it is like the earlier
+one. Tensors are compared by torch.compile's own guards in C++, in a third of the time that reading and hashing their
+layouts would take.
 """
 
 from __future__ import annotations
@@ -12,16 +13,19 @@ from operator import itemgetter
 from typing import Any, Generic, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, is_grad_enabled
+from torch.autograd import forward_ad
 from torch.fx.proxy import TraceError
 
 from ..kernels.launching import ALIGNMENT_MASK
-from ..kernels.torch_internals import tensor_guard
-from ..planning import Device
+from ..kernels.torch_internals import any_autocast, count_dispatch_modes, is_capturing, jit_trace, tensor_guard
 from . import dispatch
+from .call import surroundings
+from .operands import autocast_dtype, input_precision
+from .switches import switches
 
 _Value = TypeVar("_Value")
-Comparison = Callable[[tuple[Any, ...]], bool]
+Guard = Callable[[Sequence[Any]], bool]
 
 # Everything is forgotten when a limit is reached, which costs no more than preparing it again.
 KEYS_LIMIT = 4096
@@ -30,34 +34,27 @@ LAYOUTS_LIMIT = 16
 
 
 class Recalled(Generic[_Value]):
-    """Values by a key, by the layouts of the tensors that they were prepared for, and by the facts of their device.
-
-    No tensor is kept alive.
-    """
+    """Values by a key, and by a guard on the tensors that they were prepared for. No tensor is kept alive."""
 
     def __init__(self) -> None:
-        self._values: dict[Hashable, list[tuple[Comparison, torch.device, Device, _Value]]] = {}
+        self._values: dict[Hashable, list[tuple[Guard, _Value]]] = {}
 
-    def find(self, key: Hashable, tensors: tuple[Any, ...]) -> _Value | None:
-        """The newest value that was added for this key and for tensors like these, or None."""
-        for same, device, facts, value in self._values.get(key, ()):
-            # A device has other facts while some are assumed, and after a self-test.
-            if same(tensors) and dispatch.describe(device) is facts:
+    def find(self, key: Hashable, tensors: Sequence[Any]) -> _Value | None:
+        """The newest value that was added with this key and a guard that holds for these tensors, or None."""
+        for holds, value in self._values.get(key, ()):
+            if holds(tensors):
                 return value
         return None
 
-    def add(self, key: Hashable, tensors: tuple[Any, ...], value: _Value, *, aligned: bool = True) -> None:
-        """Adds a value for tensors like these; ``aligned``: also of the same alignment."""
-        same = like(tensors, aligned=aligned)
-        if same is None:
+    def add(self, key: Hashable, guard: Guard | None, value: _Value) -> None:
+        """Adds a value, unless it has no guard."""
+        if guard is None:
             return
-        device = next(tensor.device for tensor in tensors if tensor is not None)
         if len(self._values) >= KEYS_LIMIT:
             self._values.clear()
         known = self._values.get(key, ())
-        entry = same, device, dispatch.describe(device), value
         # Replaced as a whole, because other threads may be reading the list.
-        self._values[key] = [entry, *(known if len(known) < LAYOUTS_LIMIT else ())]
+        self._values[key] = [(guard, value), *(known if len(known) < LAYOUTS_LIMIT else ())]
 
     def clear(self) -> None:
         """Forgets everything."""
@@ -68,20 +65,55 @@ class Recalled(Generic[_Value]):
         return [value for known in list(self._values.values()) for *_, value in known]
 
 
-def like(tensors: tuple[Any, ...], *, aligned: bool) -> Comparison | None:
-    """A test whether other tensors match these in class, dtype, device, shape, strides and ``requires_grad``.
+def like_call(tensors: Sequence[Any], *, aligned: bool, positions: Sequence[int] | None = None) -> Guard | None:
+    """:func:`like` that also guards :func:`.call.surroundings` and the facts of the device.
+
+    None for a call that must be checked and planned each time.
+    """
+    around, same = surroundings(tensors[0]), like(tensors, aligned=aligned, positions=positions)
+    if around is None or same is None:
+        return None
+    grad, dtype, precision, capturing, values = around
+    device, on_gpu = tensors[0].device, tensors[0].is_cuda
+    facts = dispatch.describe(device)
+
+    # All in one function, as small calls are host-bound.
+    def holds(others: Sequence[Any]) -> bool:
+        return (
+            same(others)
+            and is_grad_enabled() is grad
+            and switches() == values
+            and (autocast_dtype(device) if any_autocast() else None) is dtype
+            and (not on_gpu or is_capturing() is capturing)
+            and (precision is None or input_precision(device, torch.float32) == precision)
+            # A dual tensor looks plain, and not every dispatch mode shows in the keys (those of checkpoints do not).
+            and forward_ad._current_level < 0
+            and not count_dispatch_modes()
+            and jit_trace() is None
+            # A device has other facts while some are assumed, and after a self-test.
+            and dispatch.describe(device) is facts
+        )
+
+    return holds
+
+
+def like(tensors: Sequence[Any], *, aligned: bool, positions: Sequence[int] | None = None) -> Guard | None:
+    """A test whether as many other tensors match these in class, dtype, device, shape, strides and ``requires_grad``.
 
     It also compares which of them are None or the same tensor, and the dispatch keys of this thread (autocast,
-    transforms, modes); with ``aligned``, the addresses modulo 16 bytes. None: these tensors have no strides, or this
-    torch cannot compare them.
+    transforms, modes); with ``aligned``, the addresses modulo 16 bytes. ``positions``: of the tensors to compare, all
+    by default. None: these tensors have no strides, or this torch cannot compare them.
     """
-    count, absent = len(tensors), [place for place, tensor in enumerate(tensors) if tensor is None]
     firsts: dict[int, int] = {}
+    absent: list[int] = []
     twice: list[tuple[int, int]] = []
-    for place, tensor in enumerate(tensors):
-        if tensor is not None and firsts.setdefault(id(tensor), place) != place:
+    for position in range(len(tensors)) if positions is None else positions:
+        tensor = tensors[position]
+        if tensor is None:
+            absent.append(position)
+        elif firsts.setdefault(id(tensor), position) != position:
             # torch's guard takes no tensor twice: this one must be the same as that one again.
-            twice.append((place, firsts[id(tensor)]))
+            twice.append((position, firsts[id(tensor)]))
     read = pick(list(firsts.values()))
     given = read(tensors)
     check = tensor_guard(given) if all(map(_has_strides, given)) else None
@@ -90,14 +122,12 @@ def like(tensors: tuple[Any, ...], *, aligned: bool) -> Comparison | None:
     offsets = [tensor.data_ptr() & ALIGNMENT_MASK for tensor in given] if aligned else []
     misaligned = any(offsets)
 
-    def same(others: tuple[Any, ...]) -> bool:
-        if len(others) != count:
-            return False
-        for place in absent:
-            if others[place] is not None:
+    def same(others: Sequence[Any]) -> bool:
+        for position in absent:
+            if others[position] is not None:
                 return False
-        for place, first in twice:
-            if others[place] is not others[first]:
+        for position, first in twice:
+            if others[position] is not others[first]:
                 return False
         found = read(others)
         try:
@@ -121,7 +151,7 @@ def like(tensors: tuple[Any, ...], *, aligned: bool) -> Comparison | None:
     return same
 
 
-def pick(positions: Sequence[int]) -> Callable[[tuple[Any, ...]], tuple[Any, ...]]:
+def pick(positions: Sequence[int]) -> Callable[[Any], tuple[Any, ...]]:
     """A function that returns the elements of a tuple at these positions, always as a tuple."""
     if len(positions) > 1:
         return itemgetter(*positions)

@@ -12,7 +12,6 @@ from typing import Any, Literal, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
-from ..functional.call import surroundings
 from ..functional.ffn import FFN
 from ..functional.lora_ffn import LORA_FFN
 from ..functional.operands import autocast_dtype
@@ -48,6 +47,7 @@ _NO_LINEAR = _Adapted(None, None)  # type: ignore[arg-type]  # there is no gate
 class AdaptedFFNPieces(FFNPieces):
     """An FFN some of whose linears are wrapped by peft's adapters, in their current state."""
 
+    _INPUTS = (0,)
     __slots__ = ("_adapters", "_base", "_dropouts")
 
     def __init__(self, up: nn.Module, down: nn.Module, gate: nn.Module | None, *rest: Any) -> None:
@@ -128,7 +128,7 @@ class AdaptedFFNPieces(FFNPieces):
             return None
         in_kernels = self.gate_rows is not None and not self.adapter_dropout_p
         tensors, options = self._given(x)
-        call = None if options != self._calls.options else self._calls.find(surroundings(x), tensors)
+        call = None if options != self._calls.options else self._calls.recall(tensors)
         y: Tensor | None = self._run(LORA_FFN, call, tensors, options, in_kernels)
         return y if y is None or residual is None else y + residual
 

@@ -150,7 +150,10 @@ class BlockGuard:
             return False  # something that was there is gone
         for holder, owner, name, is_own, value in self._attributes:
             owner = owner if holder < 0 else modules[holder]
-            if (name in owner.__dict__) is not is_own or getattr(owner, name, _MISSING) is not value:
+            if is_own:
+                if owner.__dict__.get(name, _MISSING) is not value:
+                    return False
+            elif name in owner.__dict__ or getattr(owner, name, _MISSING) is not value:
                 return False
         for kind, name, method in self._methods:
             if getattr(kind, name) is not method:

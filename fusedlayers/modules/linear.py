@@ -11,7 +11,6 @@ from torch.compiler import is_dynamo_compiling
 
 from .. import functional
 from ..functional import dispatch
-from ..functional.call import surroundings
 from ..functional.linear import LINEAR, check_reduction, check_split_k
 from ..functional.precision import Float8, precision_word
 from ..functional.prepared import ModuleCalls
@@ -87,24 +86,26 @@ class SplitKLinear(nn.Linear):
             weight, bias = held["weight"], held["bias"]
         except KeyError:
             weight, bias = self.weight, self.bias
-        calls: ModuleCalls | None = own.get(KEPT)
-        if calls is not None and not dispatch.are_counted():
+        tensors, calls = (x, weight, bias), own.get(KEPT)
+        if calls is not None:
             _, split_k, reduction, precision = calls.options
             # By identity: True == 1, but not both are valid.
-            same = self.split_k is split_k and self.reduction is reduction and self.precision is precision
-            if same and calls.find(surroundings(x), (x,)) is not None:
-                return F.linear(x, weight, bias)
+            if self.split_k is split_k and self.reduction is reduction and self.precision is precision:
+                call = calls.recall(tensors)
+                if call is not None:
+                    # The shortest way where torch runs the call: it must not cost more than nn.Linear.
+                    direct = call.direct and dispatch.counted is None
+                    return F.linear(x, weight, bias) if direct else call.operation.run(call, tensors)
         # Nested tensors, and Proxies of torch.fx, whose attributes are Proxies.
         if getattr(x, "is_nested", False) is not False:
             return F.linear(x, weight, bias)
-        tensors, options = (x, weight, bias), (None, self.split_k, self.reduction, self.precision)
-        call = LINEAR.recall(tensors, options)
-        if call is None:
-            return LINEAR.call(tensors, options)
-        if call.direct:
-            # torch's expression takes any parameters, so that the input alone recalls such a call.
-            own.setdefault(KEPT, ModuleCalls()).note(call, (x,), options)
-        return call.operation.run(call, tensors)
+        options = (None, self.split_k, self.reduction, self.precision)
+        y: Tensor = LINEAR.call(tensors, options)
+        if (call := LINEAR.recall(tensors, options)) is not None:
+            calls = own.get(KEPT) or ModuleCalls(inputs=(0,))
+            calls.note(call, tensors, options)
+            own[KEPT] = calls
+        return y
 
     def _traced(self, x: Tensor) -> Tensor:
         """Everything is read as torch's own forward reads it, so that Dynamo guards hardly more than there."""

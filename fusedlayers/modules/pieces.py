@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import weakref
-from typing import Any, Literal, cast
+from typing import Any, ClassVar, Literal, cast
 
 from torch import Tensor, nn
 
-from ..functional.call import surroundings
 from ..functional.ffn import FFN
 from ..functional.operation import Operation
 from ..functional.prepared import ModuleCalls, Prepared
@@ -25,6 +24,8 @@ class FFNPieces:
     holds gate and up projection it is ``up``, and ``gate_rows`` tells which of its rows are the gate's.
     """
 
+    # Positions of x, the residual and the seed among the tensors of the operation.
+    _INPUTS: ClassVar[tuple[int, ...]] = (0, 7, 8)
     __slots__ = (
         "_calls", "_down", "_gate", "_up", "activation", "dropout_p", "gate_rows", "original",
         "output_dropout_p",
@@ -45,8 +46,7 @@ class FFNPieces:
         self._gate = None if gate is None else weakref.ref(gate)
         self.activation, self.dropout_p = activation, dropout_p
         self.original, self.output_dropout_p, self.gate_rows = original, output_dropout_p, gate_rows
-        # The calls with these parameters and options, by their inputs alone.
-        self._calls = ModuleCalls()
+        self._calls = ModuleCalls(self._INPUTS)
 
     @property
     def operation(self) -> Operation:
@@ -134,7 +134,7 @@ class FFNPieces:
         # By identity: True == 1, but not both need be valid.
         if options is None or options[2] is not recompute or options[3] is not precision:
             return None
-        return calls.find(surroundings(tensors[0]), tensors)
+        return calls.recall(tensors)
 
     def _run(
         self,
@@ -176,7 +176,7 @@ class FFNPieces:
         w_gate = b_gate = None
         if self._gate is not None:
             w_gate, b_gate = _read(self._gate())
-        elif self.gate_rows is not None:
+        elif self.gate_rows is not None and w_up.dim() == 2:
             w_gate, w_up = split_gate(w_up, self.gate_rows)
             b_gate, b_up = (None, None) if b_up is None else split_gate(b_up, self.gate_rows)
         return x, w_up, w_down, b_up, b_down, w_gate, b_gate, residual, None

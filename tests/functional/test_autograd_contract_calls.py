@@ -270,7 +270,7 @@ def test_copies_of_a_module_hold_no_prepared_call(make: Callable[[], nn.Module],
             model(x).sum().backward()
             model.zero_grad()
             stored = pickle.dumps(model)
-            assert not any(name in stored for name in (b"LastCall", b"Prepared", b"Kept", b"planning"))
+            assert not any(name in stored for name in (b"Recalled", b"ModuleCalls", b"Prepared", b"Guard", b"planning"))
             sizes.append(len(stored))
         assert len(set(sizes)) == 1
         file = io.BytesIO()

@@ -20,6 +20,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import fusedlayers as fl
 from fusedlayers.functional import operation, recalling
+from fusedlayers.functional.ffn import FFN
 from fusedlayers.functional.operation import OPERATIONS
 from fusedlayers.functional.prepared import Prepared
 from fusedlayers.kernels import torch_internals
@@ -237,6 +238,16 @@ def test_calls_are_forgotten_before_they_fill_the_memory(monkeypatch: pytest.Mon
         assert len(operation.CALLS.values()) <= 4
 
 
+def test_a_module_recalls_all_of_its_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer, lengths = fl.FusedFFN(8, 12), (3, 5, 7)
+    for _ in range(2):
+        for rows in lengths:
+            layer(torch.randn(rows, 8))
+    monkeypatch.setattr(FFN, "recall", None)
+    for rows in lengths:
+        layer(torch.randn(rows, 8))
+
+
 def test_copies_of_a_module_begin_without_calls() -> None:
     layer = fl.SplitKLinear(8, 6)
     for _ in range(3):
@@ -291,7 +302,7 @@ def test_a_linear_layer_asks_again_when_anything_is_other(change: str, monkeypat
     monkeypatch.setattr(LINEAR, "recall", watched)
     for _ in range(4):
         layer(x)
-    assert len(asked) == 3, "the first one is prepared by the operation, the second one noted by the layer"
+    assert len(asked) == 2, "the first call is prepared, and noted by the layer"
     around: Any = nullcontext()
     if change == "rows":
         x = torch.randn(7, 8)
@@ -313,4 +324,4 @@ def test_a_linear_layer_asks_again_when_anything_is_other(change: str, monkeypat
         around = forward_ad.dual_level()
     with around:
         layer(x)
-    assert len(asked) > 3
+    assert len(asked) > 2

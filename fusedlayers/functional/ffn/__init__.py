@@ -147,7 +147,7 @@ class _FFN(FFNOperation):
         return super().cast(call, tensors)
 
     def flattened(self, call: Prepared, tensors: Tensors) -> Tensors:
-        return *tensors[:-1], self._seed(call, tensors)
+        return *tensors[:-1], self._seed(call, tensors) if call.extras["dropout_p"] else None
 
     def _seed(self, call: Prepared, tensors: Tensors) -> Tensor | None:
         """The seed of the mask, drawn the same way on every path.
