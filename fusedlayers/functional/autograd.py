@@ -43,7 +43,7 @@ def _layouts(saved: Sequence[Tensor | None]) -> list[Any]:
     ]
 
 
-def _said(layout: Any) -> str:
+def _describe(layout: Any) -> str:
     return "nothing" if layout is None else f"{layout[0]} {list(layout[1])}"
 
 
@@ -93,7 +93,7 @@ class _Function(torch.autograd.Function):
             for found, kept in zip(layouts, call.layouts, strict=True):
                 if found[:2] != kept[:2] if found and kept else found is not kept:
                     raise RuntimeError(
-                        f"{call.operation.name} saved {_said(kept)} for its backward pass, and got {_said(found)} "
+                        f"{call.operation.name} saved {_describe(kept)} for its backward pass, and got {_describe(found)} "
                         "back: expected the same dtype and shape"
                     )
             call, count = call.with_fresh_launches(), len(call.kept)

@@ -17,7 +17,7 @@ class FFNPieces:
     """One FFN as it stands in a module: its linear children, and how the hidden is made from them.
 
     The linears are weak references: blocks keep their pieces from call to call, and a child that is replaced must be
-    freed at once, not at the next call. A block reuses kept pieces while its parameters are of the same kind.
+    freed at once, not at the next call. A block reuses kept pieces while :class:`.guarding.BlockGuard` holds.
 
     ``original`` is the activation as the module has it, where that is not ours, and ``output_dropout_p`` the
     probability of a dropout that the module applies to the result, which is no part of :meth:`run`. Where one linear
@@ -82,10 +82,6 @@ class FFNPieces:
         """The linear children."""
         gate = self.gate
         return (self.up, self.down) if gate is None else (self.up, gate, self.down)
-
-    def read_linears(self) -> tuple[nn.Module, ...]:
-        """The linears whose parameters a call reads."""
-        return self.linears()
 
     def why_not_plain(self) -> str | None:
         """The first linear child that must be called, and why; None if all are plain."""
