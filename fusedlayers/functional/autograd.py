@@ -93,8 +93,8 @@ class _Function(torch.autograd.Function):
             for found, kept in zip(layouts, call.layouts, strict=True):
                 if found[:2] != kept[:2] if found and kept else found is not kept:
                     raise RuntimeError(
-                        f"{call.operation.name} saved {_describe(kept)} for its backward pass, and got {_describe(found)} "
-                        "back: expected the same dtype and shape"
+                        f"{call.operation.name} saved {_describe(kept)} for its backward pass, and got "
+                        f"{_describe(found)} back: expected the same dtype and shape"
                     )
             call, count = call.with_fresh_launches(), len(call.kept)
             saved = *saved[:count], *[each if each is None else each.contiguous() for each in saved[count:]]

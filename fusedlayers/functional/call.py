@@ -132,9 +132,11 @@ def call_key(operation: str, tensors: Sequence[Any], options: tuple[object, ...]
     first, types = tensors[0], tuple(map(type, options))
     if type(first) not in PLAIN_TENSORS or first.is_nested or not _PLAIN_OPTIONS.issuperset(types):
         return None
-    # The second tensor tells the layers of a block apart, which take the same input. Types of options count, too:
-    # True == 1 == 1.0, but not all of them need be valid.
-    return operation, first.shape, getattr(tensors[1], "shape", None), options, types
+    # The second tensor tells the layers of a block apart, which take the same input. A nested tensor has no shape, and
+    # attributes of a Proxy of torch.fx are Proxies.
+    second = tensors[1].shape if getattr(tensors[1], "is_nested", None) is False else None
+    # Types too: True == 1 == 1.0, but not all of them need be valid.
+    return operation, first.shape, second, options, types
 
 
 def surroundings(first: Tensor) -> tuple[bool, torch.dtype | None, str | None, bool, tuple[object, ...]] | None:

@@ -98,16 +98,17 @@ def like_call(tensors: Sequence[Any], *, aligned: bool, positions: Sequence[int]
 
 
 def like(tensors: Sequence[Any], *, aligned: bool, positions: Sequence[int] | None = None) -> Guard | None:
-    """A test whether as many other tensors match these in class, dtype, device, shape, strides and ``requires_grad``.
+    """A test whether other tensors match these in class, dtype, device, shape, strides and ``requires_grad``.
 
     It also compares which of them are None or the same tensor, and the dispatch keys of this thread (autocast,
     transforms, modes); with ``aligned``, the addresses modulo 16 bytes. ``positions``: of the tensors to compare, all
     by default. None: these tensors have no strides, or this torch cannot compare them.
     """
+    count = len(tensors)
     firsts: dict[int, int] = {}
     absent: list[int] = []
     twice: list[tuple[int, int]] = []
-    for position in range(len(tensors)) if positions is None else positions:
+    for position in range(count) if positions is None else positions:
         tensor = tensors[position]
         if tensor is None:
             absent.append(position)
@@ -123,6 +124,8 @@ def like(tensors: Sequence[Any], *, aligned: bool, positions: Sequence[int] | No
     misaligned = any(offsets)
 
     def same(others: Sequence[Any]) -> bool:
+        if len(others) != count:
+            return False
         for position in absent:
             if others[position] is not None:
                 return False

@@ -20,6 +20,7 @@ from fusedlayers.functional import call, dispatch, operation, recalling, switche
 from fusedlayers.functional.call import call_key
 from fusedlayers.functional.dispatch import decisions
 from fusedlayers.functional.ffn import FFN
+from fusedlayers.functional.recalling import like_call
 from tests.support.operands import forget_calls
 
 H200 = planning.Device("cuda", "NVIDIA H200", "sm_90", sms=132, triton=True)
@@ -261,22 +262,6 @@ def test_facts_of_the_device_that_change(monkeypatch: pytest.MonkeyPatch) -> Non
     assert linear.prepared(*arguments) is not made, "the plan remembered was one for fewer SMs"
 
 
-def test_a_capture_is_planned_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    capturing = [False]
-    monkeypatch.setattr(call, "is_capturing", lambda: capturing[0])
-
-    def key() -> Any:
-        with mock.patch.object(call, "PLAIN_TENSORS", (OnGPU,)):
-            return call_key("linear", (OnGPU(torch.bfloat16), None), ())  # type: ignore[arg-type]
-
-    launched = key()
-    capturing[0] = True
-    recorded = key()
-    assert launched != recorded
-    capturing[0] = False
-    assert key() == launched
-
-
 class OnGPU:
     """As much of a tensor on a GPU as is asked for."""
 
@@ -296,20 +281,42 @@ class OnGPU:
         return 256
 
 
-def test_float32_precision_is_part_of_a_call_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(call, "is_capturing", lambda: False)
+@pytest.fixture
+def capturing(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Whether a graph is captured; tensors that stand for some on a GPU are alike."""
+    state = [False]
+    for module in (call, recalling):
+        monkeypatch.setattr(module, "is_capturing", lambda: state[0])
+    monkeypatch.setattr(recalling, "like", lambda *given, **options: lambda others: True)
+    monkeypatch.setattr(dispatch, "describe", lambda device: H200)
+    return state
 
-    def seen(dtype: torch.dtype) -> Any:
-        with mock.patch.object(call, "PLAIN_TENSORS", (OnGPU,)):
-            return call_key("linear", (OnGPU(dtype), None), ())  # type: ignore[arg-type]
 
+def test_a_capture_is_planned_by_itself(capturing: list[bool]) -> None:
+    given = (OnGPU(torch.bfloat16),)
+    launched = like_call(given, aligned=True)  # type: ignore[arg-type]
+    capturing[0] = True
+    recorded = like_call(given, aligned=True)  # type: ignore[arg-type]
+    assert launched is not None
+    assert recorded is not None
+    assert (launched(given), recorded(given)) == (False, True)
+    capturing[0] = False
+    assert (launched(given), recorded(given)) == (True, False)
+
+
+def test_float32_precision_is_part_of_a_call_on_a_gpu(capturing: list[bool]) -> None:
+    single, half = (OnGPU(torch.float32),), (OnGPU(torch.float16),)
     before = torch.get_float32_matmul_precision()
     try:
         torch.set_float32_matmul_precision("highest")
-        ieee, half = seen(torch.float32), seen(torch.float16)
+        of_single, of_half = (like_call(given, aligned=True) for given in (single, half))  # type: ignore[arg-type]
+        assert of_single is not None
+        assert of_half is not None
+        assert of_single(single)
+        assert of_half(half)
         torch.set_float32_matmul_precision("high")
-        assert seen(torch.float32) != ieee
-        assert seen(torch.float16) == half
+        assert not of_single(single)
+        assert of_half(half)
     finally:
         torch.set_float32_matmul_precision(before)
 

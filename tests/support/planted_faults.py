@@ -208,14 +208,14 @@ FAULTS: tuple[Fault, ...] = (
         "functional/test_autograd_contract_values graphs_that_are_kept",
     ),
     _fault(
-        "option missing in a call's signature", "fusedlayers/functional/call.py",
-        "found += (options, types,", "found += (options[1:], types,",
+        "option missing in a call's key", "fusedlayers/functional/call.py",
+        "second, options, types", "second, options[1:], types",
         "functional/test_recalled_calls",
     ),
     _fault(
-        "plan of another moment of autocast recalled", "fusedlayers/functional/call.py",
-        "return is_grad_enabled(), dtype, precision", "return is_grad_enabled(), precision",
-        "functional/test_recalled_calls settings_between_calls",
+        "plan of another dtype of autocast recalled", "fusedlayers/functional/recalling.py",
+        "and (autocast_dtype(device) if any_autocast() else None) is dtype", "and True",
+        "functional/test_recalling another_dtype_of_autocast",
     ),
     # The loss head.
     _fault(

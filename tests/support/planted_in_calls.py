@@ -64,4 +64,14 @@ CALLS: tuple[Fault, ...] = (
         "if not check(*found):", "if False:",
         "functional/test_observed_calls always_given_the_same_dtypes",
     ),
+    _fault(
+        "alignment of a recalled call not looked at", "fusedlayers/functional/recalling.py",
+        "if addresses & ALIGNMENT_MASK:", "if False:",
+        "functional/test_recalling alignment_of_a_parameter",
+    ),
+    _fault(
+        "hooks of a child not looked at", "fusedlayers/modules/guarding.py",
+        'or own["_forward_hooks"]', "",
+        "modules/test_guarding a_changed_linear_counts",
+    ),
 )  # fmt: skip
