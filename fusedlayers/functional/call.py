@@ -134,9 +134,10 @@ def call_key(operation: str, tensors: Sequence[Any], options: tuple[object, ...]
         return None
     # The second tensor tells the layers of a block apart, which take the same input. A nested tensor has no shape, and
     # attributes of a Proxy of torch.fx are Proxies.
-    second = tensors[1].shape if getattr(tensors[1], "is_nested", None) is False else None
+    second: Any = tensors[1] if len(tensors) > 1 else None
+    shape = second.shape if getattr(second, "is_nested", None) is False else None
     # Types too: True == 1 == 1.0, but not all of them need be valid.
-    return operation, first.shape, second, options, types
+    return operation, first.shape, shape, options, types
 
 
 def surroundings(first: Tensor) -> tuple[bool, torch.dtype | None, str | None, bool, tuple[object, ...]] | None:

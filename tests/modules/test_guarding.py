@@ -18,11 +18,9 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrizations import weight_norm
 
 from fusedlayers import FusedFFN, replace, restore
-from fusedlayers.modules import FFNPieces, kept
+from fusedlayers.modules import KEPT, FFNPieces, kept
 from fusedlayers.replacing import FFNRule
 from tests.support.ffn_blocks import GatedBlock, mlp, rule_for
-
-KEPT = "_fused_kept"
 
 
 class Doubled(nn.Module):

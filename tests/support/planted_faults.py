@@ -209,7 +209,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     _fault(
         "option missing in a call's key", "fusedlayers/functional/call.py",
-        "second, options, types", "second, options[1:], types",
+        "shape, options, types", "shape, options[1:], types",
         "functional/test_recalled_calls",
     ),
     _fault(
