@@ -14,7 +14,6 @@ from torch.compiler import is_dynamo_compiling
 from ...kernels.activations import ACTIVATIONS
 from ...modules import (
     FFNPieces,
-    is_plain_now,
     kept,
     outside_of_traces,
     say_once,
@@ -22,6 +21,7 @@ from ...modules import (
     traced_dropout_p,
     traced_ffn,
     why_not_now,
+    why_not_plain_tensor,
 )
 from ..activations import torch_module_activation, watched_options
 from ..conditions import attribute
@@ -128,7 +128,7 @@ class FusedWholeBlock(FusedByRule):
             # Fast path for repeated calls.
             if len(args) == 1 and not kwargs and not is_dynamo_compiling():
                 ready: FFNPieces | None = kept(self)
-                if ready is not None and is_plain_now(args[0]):
+                if ready is not None and why_not_plain_tensor(args[0]) is None:
                     result = ready.run_instead(args[0], self.fused_recompute, self.fused_precision)
                     if result is None:
                         return method(self, *args)
