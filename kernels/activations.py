@@ -269,30 +269,36 @@ def activated(z, ACTIVATION: tl.constexpr, ACCURACY: tl.constexpr):
 
 
 @triton.jit
-def hidden_and_slopes(z, z_gate, GATED: tl.constexpr, ACTIVATION: tl.constexpr, ACCURACY: tl.constexpr):
-    """(H, ∂H/∂Z, ∂H/∂Zg) from the pre-activations; without a gate the last two are the same slope."""
+def hidden_and_slopes(z, z_gate, GATED: tl.constexpr, ARITHMETIC: tl.constexpr):
+    """(H, ∂H/∂Z, ∂H/∂Zg) from the pre-activations; without a gate the last two are the same slope.
+
+    ``ARITHMETIC`` is a ``matmul.arithmetic.Constants``.
+    """
     if GATED:
-        value, slope = activate(z_gate, ACTIVATION, ACCURACY)
+        value, slope = activate(z_gate, ARITHMETIC.activation, ARITHMETIC.accuracy)
         return value * z, value, z * slope
     else:
-        value, slope = activate(z, ACTIVATION, ACCURACY)
+        value, slope = activate(z, ARITHMETIC.activation, ARITHMETIC.accuracy)
         return value, slope, slope
 
 
 @triton.jit
-def limited_hidden_and_slopes(
-    z, z_gate, limit, offset, GATED: tl.constexpr, LIMITED: tl.constexpr, ACTIVATION: tl.constexpr,
-    ACCURACY: tl.constexpr,
-):  # fmt: skip
-    """`hidden_and_slopes`; gated and ``LIMITED``: H = ``act(min(Zg, limit)) ⊙ (clamp(Z, -limit, limit) + offset)``."""
-    if GATED and LIMITED:
+def limited_hidden_and_slopes(z, z_gate, limits, GATED: tl.constexpr, ARITHMETIC: tl.constexpr):
+    """`hidden_and_slopes`; gated and ``clamped``: H = ``act(min(Zg, limit)) ⊙ (clamp(Z, -limit, limit) + offset)``.
+
+    ``limits`` are (limit, offset).
+    """
+    if GATED and ARITHMETIC.clamped:
+        limit, offset = limits
         # Comparisons instead of tl.minimum, which drops NaN in compiled code.
         up = tl.where(z > limit, limit, tl.where(z < -limit, -limit, z)) + offset
-        value, slope = activate(tl.where(z_gate > limit, limit, z_gate), ACTIVATION, ACCURACY)
+        value, slope = activate(
+            tl.where(z_gate > limit, limit, z_gate), ARITHMETIC.activation, ARITHMETIC.accuracy
+        )  # fmt: skip
         free = (z >= -limit) & (z <= limit)
         return value * up, tl.where(free, value, 0.0), tl.where(z_gate <= limit, up * slope, 0.0)
     else:
-        return hidden_and_slopes(z, z_gate, GATED, ACTIVATION, ACCURACY)
+        return hidden_and_slopes(z, z_gate, GATED, ARITHMETIC)
 
 
 @triton.jit

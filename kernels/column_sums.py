@@ -11,7 +11,7 @@ import torch
 from .device import tl, triton
 from .launching import Launch, ceil_div, layout_of, prepared, vector_unit
 from .partials import ReduceBlocks, reduce_partials
-from .tiles import in_units, load_tile
+from .tiles import assume_multiple, load_tile
 from .tuning import BAND_BLOCKS, MOST_SUMMED_BANDS, ColumnSumTiles
 
 _BLOCKS = ReduceBlocks(*BAND_BLOCKS)
@@ -24,7 +24,7 @@ def _column_sums_kernel(
     dy_ptr, sums_ptr, stride_m, stride_n, N, M, bands,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
-    N, stride_m = in_units(N, UNIT), in_units(stride_m, UNIT)
+    N, stride_m = assume_multiple(N, UNIT), assume_multiple(stride_m, UNIT)
     band = tl.program_id(0) % bands
     cols = tl.program_id(0) // bands * BLOCK_N + tl.arange(0, BLOCK_N)
     band_rows = tl.cdiv(tl.cdiv(M, BLOCK_M), bands) * BLOCK_M

@@ -8,6 +8,7 @@ half of its word is compared with the lower 16 bits. Only then do two elements s
 identical masks whatever the tiling or chunking, so the backward pass needs only the seed.
 """
 
+from collections import namedtuple
 from typing import NamedTuple
 
 import torch
@@ -28,6 +29,8 @@ _DROP_ROWS, _DROP_BLOCKS = 8, 4
 _MASK_32 = 0xFFFFFFFF
 # First (row, column) of the masks of an FFN's adapters, which share one seed: no batch has 2**40 rows.
 ADAPTER_PLACES = {"up": (0, 0), "gate": (2**40, 0), "down": (2**41, 0)}
+# What kernels take of a `Dropout`; nothing is dropped if ``seed_ptr`` is None.
+DropoutNumbers = namedtuple("DropoutNumbers", "seed_ptr limit scale row column")
 
 
 @triton.jit
@@ -77,10 +80,11 @@ def keep(seed, rows, cols, limit):
 def keep_factor(dropout, rows, cols):
     """The factor for the tile ``[rows, cols]`` of a hidden: the scale where an element is kept, else 0.
 
-    ``dropout`` is (pointer to the seed, limit, scale, first row, first column), the last two from ``Dropout.place``.
+    ``dropout`` is a ``DropoutNumbers``.
     """
-    rows, cols = rows + dropout[3], cols + dropout[4]
-    return keep(tl.load(dropout[0]), rows.to(tl.int64)[:, None], cols.to(tl.int64)[None, :], dropout[1]) * dropout[2]
+    rows, cols = rows + dropout.row, cols + dropout.column
+    kept = keep(tl.load(dropout.seed_ptr), rows.to(tl.int64)[:, None], cols.to(tl.int64)[None, :], dropout.limit)
+    return kept * dropout.scale
 
 
 @triton.jit(do_not_specialize=["first_row", "first_column", "M", "limit"])
@@ -105,10 +109,10 @@ def _drop_kernel(
     bits |= above(swapped(third), limit).to(tl.int32) << 4 | above(third, limit).to(tl.int32) << 5
     bits |= above(swapped(fourth), limit).to(tl.int32) << 6 | above(fourth, limit).to(tl.int32) << 7
     # With vectorised loads a thread has neighbouring columns, of eight draws: gather their bits from other threads.
-    places = tl.arange(0, BLOCKS * _BLOCK_COLUMNS)[None, :]
-    drawn = tl.broadcast_to(places // _BLOCK_COLUMNS * _LANES + places % _LANES, [ROWS, BLOCKS * _BLOCK_COLUMNS])
-    kept = tl.gather(bits, drawn, 1) >> (places % _BLOCK_COLUMNS // _LANES) & 1
-    cols = column_tile.to(tl.int64) * (BLOCKS * _BLOCK_COLUMNS) + places
+    inner = tl.arange(0, BLOCKS * _BLOCK_COLUMNS)[None, :]
+    drawn = tl.broadcast_to(inner // _BLOCK_COLUMNS * _LANES + inner % _LANES, [ROWS, BLOCKS * _BLOCK_COLUMNS])
+    kept = tl.gather(bits, drawn, 1) >> (inner % _BLOCK_COLUMNS // _LANES) & 1
+    cols = column_tile.to(tl.int64) * (BLOCKS * _BLOCK_COLUMNS) + inner
     inside = (rows < M) & (cols < N)
     values = tl.load(values_ptr + rows * stride_m + cols, mask=inside).to(tl.float32)
     dropped = values * tl.where(kept != 0, scale, 0.0)

@@ -19,7 +19,7 @@ import torch
 from .device import tl, triton
 from .hopper import Scaled
 from .launching import Launch, ceil_div, layout_of, prepared, vector_unit
-from .tiles import in_units, load_tile, load_vector, store_tile
+from .tiles import assume_multiple, load_tile, load_vector, store_tile
 
 E4M3 = torch.float8_e4m3fn
 LARGEST = 448.0
@@ -81,8 +81,8 @@ def _quantise_rows_kernel(
     BLOCK: tl.constexpr, WHOLE: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
     """Rows ``[x | other]``; ``WHOLE``: a row of each is one block, which stays in registers."""
-    stride_x, stride_other = in_units(stride_x, UNIT), in_units(stride_other, UNIT)
-    stride_values, K = in_units(stride_values, UNIT), in_units(K, UNIT)
+    stride_x, stride_other = assume_multiple(stride_x, UNIT), assume_multiple(stride_other, UNIT)
+    stride_values, K = assume_multiple(stride_values, UNIT), assume_multiple(K, UNIT)
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     cols = tl.arange(0, BLOCK)
     if WHOLE:

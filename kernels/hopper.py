@@ -4,21 +4,13 @@ Without Triton, or if its Gluon uses other names, inert stand-ins let every file
 them. For a Triton release that is not known, a self-test tells whether the kernels are right.
 """
 
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 
 from .device import Inert, tl
 from .tuning.dtypes import FORMATS, GENERIC, SM90
-
-if TYPE_CHECKING:
-    from typing_extensions import dataclass_transform
-else:
-
-    def dataclass_transform(**_: bool) -> Any:
-        """Python 3.10 has none, and only type checkers need it."""
-        return lambda decorator: decorator
-
 
 # Gluon is experimental and changes its names.
 try:
@@ -51,32 +43,31 @@ ALIGNMENT = 16  # bytes: TMA requires it of a matrix's address and row stride
 _MOST_ROWS = 2**31 - 2**16  # coordinates have 32 bits, including those of a tile that extends past the end
 
 
-_Class = TypeVar("_Class", bound=type)
+def resources(fields: str) -> Callable[[type], Any]:
+    """Decorate a class with named ``fields``, which are passed through device code as one argument.
 
-
-@dataclass_transform(kw_only_default=True)
-def resources(cls: _Class) -> _Class:
-    """Decorate a class whose annotated fields are passed through device code as one argument and read by name.
-
-    A field may be a tensor, a descriptor, shared memory, another such object, a compile-time value or None; code that
-    depends on a field that is None is compiled out. Fields are given by keyword, because Triton's key of a compiled
-    kernel covers the calls but not the order of the fields.
+    A field may be a tensor, a descriptor, shared memory, another such object, a compile-time value (which a namedtuple
+    would turn into a tensor) or None; code that depends on a field that is None is compiled out. Fields are given by
+    keyword, because Triton's key of a compiled kernel covers the calls but not the order of the fields.
     """
-    if not HAS_GLUON:
-        return cls
-    names = tuple(cls.__annotations__)
+    names = fields.split()
 
-    def fill(self: Any, **fields: Any) -> None:
+    def fill(self: Any, **values: Any) -> None:
         for name in names:
-            value = fields.pop(name)
+            value = values.pop(name)
             setattr(self, name, value if isinstance(value, tl.core.base_value) else tl.constexpr(value))
-        assert not fields, f"{cls.__name__} has no {', '.join(fields)}"
+        assert not values, f"{type(self).__name__} has no {', '.join(values)}"
+
+    def decorate(cls: Any) -> Any:
+        if not HAS_GLUON:
+            return cls
+        cls.__init__ = fill
+        # Triton checks each value against the annotation of its field; ``object`` admits any.
+        cls.__annotations__ = dict.fromkeys(names, object)
+        return _aggregate(cls)
 
     fill.__triton_builtin__ = True  # type: ignore[attr-defined]
-    cls.__init__ = fill  # type: ignore[misc]
-    # Triton checks each value against the annotation of its field; ``object`` admits any.
-    cls.__annotations__ = dict.fromkeys(names, object)
-    return _aggregate(cls)
+    return decorate
 
 
 def backend_of(architecture: str) -> str:

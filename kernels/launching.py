@@ -21,7 +21,7 @@ from .torch_internals import current_device
 
 _Made = TypeVar("_Made")
 # Numbers that belong together, such as the strides of one tensor, form a tuple: one parameter of the kernel.
-Numbers: TypeAlias = tuple[int | float | tuple[int | float, ...], ...]
+Numbers: TypeAlias = tuple[Any, ...]
 
 _compiled: dict[tuple[object, ...], Variant] = {}
 # Triton specialises on whether an address is a multiple of 16 bytes.
@@ -36,7 +36,7 @@ def ceil_div(count: int, size: int) -> int:
 
 
 def vector_unit(tensor: torch.Tensor, *sizes: int) -> int:
-    """``UNIT`` of ``tiles.in_units``: elements in 16 bytes if that divides all these strides and limits, else 1."""
+    """``UNIT`` of ``tiles.assume_multiple``: elements in 16 bytes if that divides all sizes, else 1."""
     unit = 16 // tensor.element_size()
     return 1 if any(size % unit for size in sizes) else unit
 

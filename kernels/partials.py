@@ -12,7 +12,7 @@ import torch
 from .activations import activated
 from .device import tl, triton
 from .launching import Launch, ceil_div, prepared
-from .tiles import follow_kernel_before, load_vector
+from .tiles import load_vector, wait_for_previous_kernel
 
 
 class ReduceBlocks(NamedTuple):
@@ -51,12 +51,13 @@ def _total(partials_ptr, index, end, splits, SPLITS: tl.constexpr, BLOCK: tl.con
 @triton.jit(do_not_specialize=["splits", "other_splits"])
 def _reduce_partials_kernel(
     partials_ptr, bias_ptr, out_0_ptr, out_1_ptr, out_2_ptr, out_3_ptr, out_4_ptr, out_5_ptr,
-    other_partials_ptr, other_out_ptr,
-    stride_b, columns, end_0, end_1, end_2, end_3, end_4, end_5, other_end, splits, other_splits,
+    other_partials_ptr, other_out_ptr, stride_b, columns, ends, other_end, splits, other_splits,
     SPLITS: tl.constexpr, BLOCK: tl.constexpr, ACTIVATION: tl.constexpr, ACCURACY: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    follow_kernel_before(DEPENDENT)
+    # A row of the partials has the outputs one after another, of which output i ends at ``ends[i]``.
+    wait_for_previous_kernel(DEPENDENT)
+    end_0, end_1, end_2, end_3, end_4, end_5 = ends
     program = tl.program_id(0)
     if other_partials_ptr is not None:
         # Programs past those of the first partials reduce the other ones.
@@ -66,7 +67,6 @@ def _reduce_partials_kernel(
             total = _total(other_partials_ptr, index, other_end, other_splits, SPLITS, BLOCK)
             tl.store(other_out_ptr + index, total.to(other_out_ptr.dtype.element_ty), mask=index < other_end)
             return
-    # A row of the partials has the outputs one after another; ``end_i`` is where output i ends.
     index = program.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     total = _total(partials_ptr, index, end_5, splits, SPLITS, BLOCK)
     if bias_ptr is not None:
@@ -128,7 +128,7 @@ def _prepare_sums(
     return Launch(
         _reduce_partials_kernel,
         ceil_div(end, blocks.block) + ceil_div(other_end, blocks.block),
-        (0 if bias is None else bias.stride(0), epilogue.columns, *ends, *[end] * (_OUTPUTS - len(ends)), other_end),
+        (0 if bias is None else bias.stride(0), epilogue.columns, (*ends, *[end] * (_OUTPUTS - len(ends))), other_end),
         (partials.shape[0], other_splits),
         (blocks.splits, blocks.block, epilogue.activation, epilogue.accuracy, dependent),
         blocks.num_warps,

@@ -4,10 +4,10 @@ from .device import tl, triton
 
 
 @triton.jit
-def follow_kernel_before(DEPENDENT: tl.constexpr):
-    """In a dependent launch, wait for the results of the previous kernel in the stream.
+def wait_for_previous_kernel(DEPENDENT: tl.constexpr):
+    """In a dependent launch (PDL), wait for the results of the previous kernel in the stream.
 
-    The next kernel, if dependent, may start once all programs of this one have come here; it waits here, too.
+    The next kernel, if dependent, may start once all programs of this one have reached this call, where it waits, too.
     """
     if DEPENDENT:
         tl.extra.cuda.gdc_launch_dependents()
@@ -90,9 +90,9 @@ def only_before(values, cols, N, WHOLE: tl.constexpr):
 
 @triton.jit
 def add_compensated(sums, lost, term):
-    """(``sums + term``, what that rounds off), to be given with the next term: Kahan's summation.
+    """(``sums + term``, its rounding error), which the next call takes as ``lost``: Kahan's summation.
 
-    It loses as little as torch's sums do.
+    It is as accurate as torch's sums.
     """
     term -= lost
     longer = sums + term
@@ -150,7 +150,7 @@ def add_product(acc, left, right, zero, INPUT_PRECISION: tl.constexpr):
 
 
 @triton.jit
-def in_units(x, UNIT: tl.constexpr):
+def assume_multiple(x, UNIT: tl.constexpr):
     """Tell the compiler that the stride or limit ``x`` is a multiple of ``UNIT``: an alignment hint.
 
     Triton derives one itself only for multiples of 16. Without it, loads and stores are not vectorised.
@@ -159,10 +159,10 @@ def in_units(x, UNIT: tl.constexpr):
 
 
 @triton.jit
-def strides_in_units(strides, TRANSPOSED: tl.constexpr, UNIT: tl.constexpr):
-    """(batch, row, column) strides of an operand, with the hint of `in_units` on those between ``launching.lines``."""
+def assume_aligned(strides, TRANSPOSED: tl.constexpr, UNIT: tl.constexpr):
+    """(batch, row, column) strides of an operand, with that hint on those between ``launching.lines``."""
     stride_z, stride_row, stride_col = strides
     if TRANSPOSED:
-        return in_units(stride_z, UNIT), stride_row, in_units(stride_col, UNIT)
+        return assume_multiple(stride_z, UNIT), stride_row, assume_multiple(stride_col, UNIT)
     else:
-        return in_units(stride_z, UNIT), in_units(stride_row, UNIT), stride_col
+        return assume_multiple(stride_z, UNIT), assume_multiple(stride_row, UNIT), stride_col

@@ -2,13 +2,12 @@
 
     dW = dyᵀ x        db = Σ_m dy
 
-Shapes: dy [M, O], x [M, K], dW [O, K], db [O]; in the sm90 kernel rows of dW are its units. A program owns a tile
-of dW and walks over rows of dy and x; those of the first column of tiles also sum up dy while its rows are on chip.
-Where the tiles are fewer than the SMs, rows are split: float32 partials, summed in a fixed order by
-``kernels.partials`` and rounded once: no atomics, the same bits every time.
+Shapes: dy [M, O], x [M, K], dW [O, K], db [O]; the sm90 kernel calls the rows of dW units. A program owns a tile of dW
+and loops over rows of dy and x; programs of the first column of tiles also sum dy while its rows are on chip. If there
+are fewer tiles than SMs, rows are split: float32 partials, summed in a fixed order by ``kernels.partials`` and rounded
+once: no atomics, the same bits every time.
 
-The generic kernel of ``matmul`` runs, or the sm90 one where the plan names it and the operands lie as TMA wants them;
-both compute the same.
+The sm90 kernel of ``matmul`` runs if the plan names it and TMA can read the operands, otherwise the generic one.
 """
 
 from typing import Any
@@ -35,7 +34,7 @@ def weight_gradient(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """dW ``[O, K]`` and db ``[O]``, or None without ``bias``, from dy ``[M, O]`` and x ``[M, K]`` of any strides.
 
-    ``ready`` belongs to one prepared call (see ``gemm_gemm.Operands``); dy may lie differently from call to call.
+    ``ready`` belongs to one prepared call (see ``gemm_gemm.Operands``); dy's layout may change between its executions.
     """
 
     def prepare() -> tuple[tuple[tuple[int, int], tuple[int] | None], Launch, bool, dict[Any, Any]]:

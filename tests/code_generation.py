@@ -24,7 +24,7 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 from unittest import mock
@@ -158,13 +158,22 @@ def _launch(function: JITFunction, args: tuple[Any, ...], kwargs: dict[str, Any]
     """What this launch asks for: its compile-time names and numbers, and which pointers it has."""
     options = ("num_warps", "num_stages", "enable_fp_fusion", "launch_pdl")
     arguments = function.signature.bind(*args, **{k: v for k, v in kwargs.items() if k not in options}).arguments
-    constants = {name: value for name, value in arguments.items() if name.isupper()}
+    constants = dict(_constants(arguments.items()))
     tiles = {name: constants[name] for name in ("BLOCK_M", "BLOCK_N") if name in constants}
     return {
         "tiles": tiles | {name: kwargs[name] for name in options[:2] if name in kwargs},
         "constants": constants,
         "pointers": [name for name, value in arguments.items() if name.endswith("_ptr") and value is not None],
     }
+
+
+def _constants(arguments: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
+    """The compile-time arguments in capitals; the fields of a record are told as if each were one of them."""
+    for name, value in arguments:
+        if hasattr(value, "_asdict") and name.isupper():
+            yield from _constants((field.upper(), each) for field, each in value._asdict().items())
+        elif name.isupper():
+            yield name, value
 
 
 def _outcome(compile_it: Callable[[], Any]) -> dict[str, Any]:

@@ -1,6 +1,6 @@
-"""Cross-entropy of logits: loss, log-probability, entropy, and the gradient in the place of logits in memory.
+"""Cross-entropy of logits: loss, log-probability, entropy, and the gradient, which may overwrite the logits.
 
-``losses`` takes logits that a product has written, ``losses_of_product`` computes them tile by tile and writes none.
+``losses`` takes stored logits; ``losses_of_product`` computes them tile by tile and stores none.
 ``gradient`` and ``gradient_of_product`` are their backward passes.
 
 The letters: ``M`` rows (tokens), ``V`` columns (the vocabulary), ``K`` the inner dimension of the product.

@@ -1,12 +1,12 @@
-"""What a loss is computed with besides tensors, and device code of single logits and of a row's loss.
+"""The arithmetic of a loss, and its device functions for single logits and for a row.
 
 ``x = softcap · tanh(scale · logits / softcap)``, without a cap ``scale · logits``. Of a row with target y and class
-weights w (1 without), their sum W, and ``lse = top + log total``:
+weights w (1 if there are none), their sum W, and ``lse = top + log total``:
 
     loss = (1 - ε) w_y (lse - x_y) + ε / V (W lse - Σ_c w_c x_c) + z lse²
     dloss / dx_c = p_c ((1 - ε) w_y + ε / V W + 2 z lse) - (1 - ε) w_y [c = y] - ε / V w_c,  p_c = exp(x_c - lse)
 
-Where y is ``ignore_index`` all of them are 0. Another y that is no column has the loss NaN, and so has its gradient.
+If y is ``ignore_index``, loss and gradient are 0. If y is any other number that is no column, they are NaN.
 """
 
 from collections import namedtuple
@@ -16,19 +16,27 @@ from ..activations import activate
 from ..device import tl, triton
 from ..gemm_reduce.operands import exponential
 
-# Below every finite logit of float32; not -inf, from which nothing can be subtracted.
+# The least float32 number. -inf would not do: -inf - -inf is NaN.
 LOWEST = tl.constexpr(-3.4028234663852886e38)
 
 _LOG2E = tl.constexpr(1.4426950408889634)
 
 # Weights of the classes and their sum, or None; how many classes there are; ε and z.
 Loss = namedtuple("Loss", "weight_ptr weight_sum_ptr V smoothing z_loss")
-# What ``gradient_of`` takes of every row.
+# The factors of ``gradient_of``, one of each per row.
 Factors = namedtuple("Factors", "by_share by_target by_weight by_logarithm")
 
 
+class LossConstants(NamedTuple):
+    """The part of a :class:`LossArithmetic` that kernels are compiled for."""
+
+    scaled: bool
+    softcapped: bool
+    accuracy: str
+
+
 class LossArithmetic(NamedTuple):
-    """What is computed besides the tensors; ``accuracy`` is that of exponentials and of the softcap's tanh."""
+    """Everything but the tensors that a loss depends on; ``accuracy`` is that of exponentials and of the tanh."""
 
     ignore_index: int
     accuracy: str
@@ -39,7 +47,7 @@ class LossArithmetic(NamedTuple):
 
     @property
     def numbers(self) -> tuple[int, float, float]:
-        """(the target that does not count, ε, z) as kernels take them."""
+        """(ignored target, ε, z) as kernels take them."""
         return self.ignore_index, float(self.label_smoothing), float(self.z_loss)
 
     @property
@@ -49,24 +57,21 @@ class LossArithmetic(NamedTuple):
         return float(self.logit_scale), cap, 1.0 / cap
 
     @property
-    def constants(self) -> tuple[bool, bool, str]:
-        """(whether there is a scale, whether there is a softcap, accuracy): one compile-time argument."""
-        return self.logit_scale != 1.0, self.softcap is not None, self.accuracy
+    def constants(self) -> LossConstants:
+        """What kernels are compiled for."""
+        return LossConstants(self.logit_scale != 1.0, self.softcap is not None, self.accuracy)
 
 
 @triton.jit
 def logits_of(c, scales, ARITHMETIC: tl.constexpr):
-    """(the logits that the loss is made of, their slope in ``c``), from values of the product."""
-    SCALED: tl.constexpr = ARITHMETIC[0]
-    SOFTCAP: tl.constexpr = ARITHMETIC[1]
-    ACCURACY: tl.constexpr = ARITHMETIC[2]
+    """(scaled and capped logits, their slope in ``c``), from values of the product."""
     scale, softcap, inverse_cap = scales
     slope = 1.0
-    if SCALED:
+    if ARITHMETIC.scaled:
         c *= scale
         slope = scale
-    if SOFTCAP:
-        c, tanh_slope = activate(c * inverse_cap, "tanh", ACCURACY)
+    if ARITHMETIC.softcapped:
+        c, tanh_slope = activate(c * inverse_cap, "tanh", ARITHMETIC.accuracy)
         c *= softcap
         slope = tanh_slope * slope
     return c, slope
@@ -74,7 +79,7 @@ def logits_of(c, scales, ARITHMETIC: tl.constexpr):
 
 @triton.jit
 def share_of(distance, ACCURACY: tl.constexpr):
-    """exp(distance), where ACCURACY is "hardware" by one instruction and a product, and 0 where it is subnormal."""
+    """exp(distance); with the ACCURACY "hardware" it takes one instruction and a product, and subnormals are 0."""
     if ACCURACY == "hardware":
         return tl.inline_asm_elementwise(
             "ex2.approx.ftz.f32 $0, $1;", "=f,f", [distance * _LOG2E], dtype=tl.float32, is_pure=True, pack=1
@@ -89,12 +94,12 @@ def gradient_of(
 ):  # fmt: skip
     """``s (by_share + by_logarithm (x - top)) - by_target [hit] - by_weight w`` through the slope of x.
 
-    ``s = exp(x - top)`` is the total of the row times its share p.
+    ``s = exp(x - top)`` is the share p times the total of the row.
     """
     share = share_of(x - top, ACCURACY)
     gradient = share * factors.by_share
     if ENTROPY:
-        # What has no share adds nothing, however far away it is: 0 · inf would be NaN.
+        # A share of 0 contributes 0, even at an infinite distance: 0 · inf would be NaN.
         gradient += share * factors.by_logarithm * tl.where(share == 0.0, 0.0, x - top)
     if SMOOTHING:
         gradient -= factors.by_weight * class_weights
@@ -103,7 +108,7 @@ def gradient_of(
 
 @triton.jit
 def class_weight(target, loss):
-    """The weight of the target's class, NaN of a target that is no column."""
+    """The weight of the target's class; NaN if the target is no column."""
     known = (target >= 0) & (target < loss.V)
     weight = tl.where(known, 1.0, float("nan"))
     if loss.weight_ptr is not None:
@@ -121,7 +126,7 @@ def _weight_sum(loss):
 
 @triton.jit
 def loss_of(top, log_total, x_target, weighted, weight, loss, SMOOTHING: tl.constexpr):
-    """The loss of a row by its statistics, its target's value and the weight of its class."""
+    """The loss of a row from its statistics, its target's value and the weight of its class."""
     lse = top + log_total
     found = weight * (1.0 - loss.smoothing) * ((top - x_target) + log_total)
     # The square of a large logit may be infinite.
@@ -133,8 +138,8 @@ def loss_of(top, log_total, x_target, weighted, weight, loss, SMOOTHING: tl.cons
 
 @triton.jit
 def gradient_factors(upstream, counts, weight, top, log_total, loss, SMOOTHING: tl.constexpr):
-    """The factors of ``gradient_of`` for shares of 1, of a row's loss times ``upstream``."""
-    # Of a token that does not count all are 0, whatever its weight is; times a NaN among the logits that is NaN.
+    """The factors of ``gradient_of`` per share p, for a row's loss times ``upstream``."""
+    # All factors of an ignored token are 0, whatever its weight; a NaN among its logits still gives NaN.
     upstream = tl.where(counts, upstream, 0.0)
     by_target = tl.where(counts, weight * (1.0 - loss.smoothing) * upstream, 0.0)
     by_weight = loss.smoothing / loss.V * upstream

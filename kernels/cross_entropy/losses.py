@@ -1,7 +1,7 @@
-"""The loss of each row of logits, and its gradient in the place of the logits: see ``elements.py``.
+"""The loss of each row of logits, and its gradient, which overwrites the logits: see ``elements.py``.
 
-A row's statistics are its largest value ``top`` and ``total = Σ_c exp(x_c - top)``: two numbers, because the loss of a
-token that is almost certain is lost in their sum ``top + log total``.
+A row's statistics are its largest value ``top`` and ``total = Σ_c exp(x_c - top)``: two numbers, because rounding
+``top + log total`` to one would lose the loss of a token that is almost certain.
 """
 
 from collections import namedtuple
@@ -24,7 +24,7 @@ from .elements import (
     loss_of,
 )
 
-# A row of V logits, which is ``length`` elements long in memory.
+# A row of V logits, which takes ``length`` elements in memory.
 _Row = namedtuple("_Row", "ptr V length scales")
 
 
@@ -32,7 +32,7 @@ _Row = namedtuple("_Row", "ptr V length scales")
 def _values_and_slope(row, cols, ARITHMETIC: tl.constexpr):
     """x at ``cols``, -inf from column V on, and its slope in the logits.
 
-    Of a row all ``length`` elements are read: V divides into no whole vectors, and one by one they would take longer.
+    All ``length`` elements of a row are read, as whole vectors: V need not be a multiple of a vector.
     """
     value = tl.load(row.ptr + cols, mask=cols < row.length, other=0.0).to(tl.float32)
     value, slope = logits_of(value, row.scales, ARITHMETIC)
@@ -41,12 +41,11 @@ def _values_and_slope(row, cols, ARITHMETIC: tl.constexpr):
 
 @triton.jit
 def _statistics(row, weight_ptr, BLOCK: tl.constexpr, SMOOTHING: tl.constexpr, ARITHMETIC: tl.constexpr):
-    """(top, total, Σ_c w_c x_c) of a row; the last is 0 where nobody asks.
+    """(top, total, Σ_c w_c x_c) of a row; the last is 0 without SMOOTHING.
 
-    Each lane has a maximum and sums of its own, so that nothing crosses the lanes before the end. Of a new value and
-    the lane's maximum one exponential is enough: the other one is 1.
+    Each lane has its own maximum and sums, so that nothing crosses lanes before the end. A new value takes a single
+    exponential, of its distance from the lane's maximum.
     """
-    ACCURACY: tl.constexpr = ARITHMETIC[2]
     top = tl.full([BLOCK], LOWEST, tl.float32)
     total = tl.zeros([BLOCK], tl.float32)
     weighted = tl.zeros([BLOCK], tl.float32)
@@ -54,7 +53,7 @@ def _statistics(row, weight_ptr, BLOCK: tl.constexpr, SMOOTHING: tl.constexpr, A
         cols = first + tl.arange(0, BLOCK)
         x, _ = _values_and_slope(row, cols, ARITHMETIC)
         distance = x - top
-        share = exponential(-tl.abs(distance), ACCURACY)
+        share = exponential(-tl.abs(distance), ARITHMETIC.accuracy)
         rises = distance > 0
         total = tl.where(rises, total * share + 1.0, total + share)
         top = tl.where(rises, x, top)
@@ -65,7 +64,7 @@ def _statistics(row, weight_ptr, BLOCK: tl.constexpr, SMOOTHING: tl.constexpr, A
                 x *= tl.load(weight_ptr + cols, mask=inside, other=0.0)
             weighted += x
     row_top = tl.max(top, 0)
-    row_total = tl.sum(total * exponential(top - row_top, ACCURACY), 0)
+    row_total = tl.sum(total * exponential(top - row_top, ARITHMETIC.accuracy), 0)
     return row_top, row_total, tl.sum(weighted, 0)
 
 
@@ -74,11 +73,10 @@ def _replace_by_gradient(
     row, weight_ptr, target, top, total, factors,
     BLOCK: tl.constexpr, SMOOTHING: tl.constexpr, ARITHMETIC: tl.constexpr,
 ):  # fmt: skip
-    """Writes the gradient of the row, see ``gradient_of``, whose factors are those of p here.
+    """Overwrite the row with its gradient (``gradient_of``); the factors are per share p.
 
-    All ``length`` elements of the row are written, zeros from column V on.
+    All ``length`` elements of the row are written, with zeros from column V on.
     """
-    ACCURACY: tl.constexpr = ARITHMETIC[2]
     factors = Factors(factors.by_share * (1.0 / total), factors.by_target, factors.by_weight, 0.0)
     for first in tl.range(0, row.V, BLOCK):
         cols = first + tl.arange(0, BLOCK)
@@ -86,7 +84,7 @@ def _replace_by_gradient(
         class_weights = 1.0
         if SMOOTHING and weight_ptr is not None:
             class_weights = tl.load(weight_ptr + cols, mask=cols < row.V, other=0.0)
-        g = gradient_of(x, slope, cols == target, class_weights, top, factors, False, SMOOTHING, ACCURACY)
+        g = gradient_of(x, slope, cols == target, class_weights, top, factors, False, SMOOTHING, ARITHMETIC.accuracy)
         g = tl.where(cols < row.V, g, 0.0)
         tl.store(row.ptr + cols, g.to(row.ptr.dtype.element_ty), mask=cols < row.length)
 
@@ -97,8 +95,8 @@ def _losses_kernel(
     length, V, M, numbers, scales, gradient,
     BLOCK: tl.constexpr, SMOOTHING: tl.constexpr, ARITHMETIC: tl.constexpr,
 ):  # fmt: skip
-    # Upstream gradients are one for all rows or None, which is 1; and of every row its own where no loss is wanted:
-    # its statistics are there then.
+    # With a loss, the upstream gradient is one for all rows, or None for 1. Without a loss, statistics are given, and
+    # every row has its own upstream gradient.
     row = tl.program_id(0).to(tl.int64)
     logits = _Row(logits_ptr + row * length, V, length, scales)
     loss = Loss(weight_ptr, weight_sum_ptr, V, numbers[1], numbers[2])
@@ -106,7 +104,7 @@ def _losses_kernel(
     counts = target != numbers[0]
     weight = class_weight(target, loss)
     if loss_ptr is not None:
-        # Read before anything is written in its place.
+        # Read before the gradient overwrites it.
         x_target, _ = _values_and_slope(logits, tl.minimum(tl.maximum(target, 0), V - 1), ARITHMETIC)
         top, total, weighted = _statistics(logits, weight_ptr, BLOCK, SMOOTHING, ARITHMETIC)
         log_total = tl.log(total)
@@ -119,7 +117,7 @@ def _losses_kernel(
         top = tl.load(statistics_ptr + row)
         total = tl.load(statistics_ptr + M + row)
         log_total = tl.log(total)
-    # No constant: one kernel with and without gradients gives the same bits.
+    # Not a constexpr: one kernel with and without gradients gives the same bits.
     if gradient != 0:
         upstream = 1.0
         if loss_ptr is None:
@@ -145,12 +143,12 @@ def losses(
 ) -> None:
     """Fills ``loss``, float32 ``[M]``, for logits ``[M, V]`` and int64 targets ``[M]``.
 
-    What lies between two rows of logits may be overwritten, also behind the last one: the kernels take rows as long as
-    the stride between them, of whole vectors where this is a multiple of 16.
+    The memory between two rows of logits, and after the last, may be overwritten: the kernels treat rows as long as
+    the stride between them, in whole vectors if that is a multiple of 16.
 
     ``weight``, float32 ``[V]``, and ``weight_sum``, its sum, are those of the classes. ``statistics`` ``[2, M]``, top
-    and total, are filled where they are given; their two rows may be parts of longer ones. ``gradient`` puts that of
-    ``factor · Σ loss`` in the place of the logits.
+    and total, are filled if given; their two rows may be parts of longer ones. With ``gradient``, that of
+    ``factor · Σ loss`` overwrites the logits.
     """
     _launch(logits, (target, weight, weight_sum, factor, loss, statistics), gradient, arithmetic, tiles)
 
@@ -166,9 +164,9 @@ def gradient(
     statistics: torch.Tensor,
     upstream: torch.Tensor,
 ) -> None:
-    """Puts the gradient of ``Σ upstream · loss`` in the place of the logits.
+    """Overwrites the logits with the gradient of ``Σ upstream · loss``.
 
-    What the loss is, how rows lie, and the ``statistics`` that it left behind: see :func:`losses`.
+    ``statistics`` are those that :func:`losses` filled; the other arguments are as there.
     """
     _launch(logits, (target, weight, weight_sum, upstream, None, statistics), True, arithmetic, tiles)
 
@@ -188,7 +186,7 @@ def _launch(
         (logits, *vectors),
         (logits.stride(0), logits.shape[1]),
         (0 if statistics is None else statistics.stride(0), arithmetic.numbers, arithmetic.scales, int(gradient)),
-        # One kernel for any scale: rows wait for memory, and for no product with 1.
-        (tiles.block, arithmetic.label_smoothing > 0, (True, *arithmetic.constants[1:])),
+        # One kernel for any scale: it is bound by memory, and a product with 1 costs nothing.
+        (tiles.block, arithmetic.label_smoothing > 0, arithmetic.constants._replace(scaled=True)),
         tiles.num_warps,
     )

@@ -1,11 +1,11 @@
 """The gradient of some columns of the logits from the product ``input linear_weightᵀ``, which is computed again.
 
-Of every row it needs the statistics that ``losses_of_product`` left behind, and factors that follow from them, from the
-target and from the upstream gradients: see ``gradient_of``. With entropies H a row is
+Every row has the statistics that ``losses_of_product`` computed, and factors that follow from them, from the target and
+from the upstream gradients: see ``gradient_of``. With entropies H the gradient of a row is
 
     p_c (g + h (x_c - top - Σ_c p_c (x_c - top))) - g [c = y],  g upstream of the loss, -h of the entropy,
 
-so that one more factor does: the sum is ``log total - H``, and becomes part of what is multiplied by the share alone.
+which takes one more factor, ``by_logarithm``: the sum is ``log total - H``, and becomes a part of ``by_share``.
 """
 
 import torch
@@ -15,6 +15,7 @@ from ..gemm_reduce.operands import scores
 from ..hopper import Descriptor, dense, untransposed
 from ..launching import ceil_div, launch
 from ..matmul.generic.operands import Operand
+from ..matmul.sm90.ring import Stages
 from ..tiles import grouped_tile, load_vector, store_tile
 from ..tuning import CONSUMER_ROWS
 from ..tuning.cross_entropy import LogitTiles
@@ -22,9 +23,9 @@ from .elements import Loss, LossArithmetic, class_weight, gradient_factors, logi
 from .sm90.gradient import sm90_logit_gradient_kernel
 from .tile import Gradient, gradient_of_tile, gradients_of_rows
 
-# Rows that a program finds the factors of.
+# Rows per program of the factors.
 _ROWS = 128
-# Rows of tiles that are computed at the same time.
+# Tile rows in a swizzle group.
 _GROUP = 8
 
 
@@ -64,7 +65,6 @@ def _logit_gradient_kernel(
     K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_N: tl.constexpr,
     GROUP: tl.constexpr, ARITHMETIC: tl.constexpr, INPUT_PRECISION: tl.constexpr,
 ):  # fmt: skip
-    ACCURACY: tl.constexpr = ARITHMETIC[2]
     band, tile = grouped_tile(tl.program_id(0), bands, tile_columns, GROUP)
     rows = band * BLOCK_M + tl.arange(0, BLOCK_M)
     cols = tile * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -77,7 +77,7 @@ def _logit_gradient_kernel(
         target_ptr, weight_ptr, top_ptr, by_share_ptr, by_target_ptr, by_weight_ptr, by_logarithm_ptr, M, V, start
     )  # fmt: skip
     x, slope = logits_of(c, scales, ARITHMETIC)
-    gradient = gradient_of_tile(x, slope, cols, gradients_of_rows(rows, given), given, ACCURACY)
+    gradient = gradient_of_tile(x, slope, cols, gradients_of_rows(rows, given), given, ARITHMETIC.accuracy)
     gradient = tl.where((cols < V)[None, :], gradient, 0.0)
     store_tile(out_ptr, gradient, rows, cols, columns, 1, M, columns)
 
@@ -93,7 +93,7 @@ def row_factors(
     entropy: torch.Tensor | None = None,
     entropy_upstream: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor | None, ...]:
-    """What :func:`gradient_of_product` needs of every row, for ``classes`` classes and upstream gradients ``[M]``.
+    """The ``factors`` of :func:`gradient_of_product`, for ``classes`` classes and upstream gradients ``[M]``.
 
     ``statistics`` ``[2, M]`` and ``entropy`` ``[M]`` are those of ``losses_of_product``; upstream gradients are
     contiguous and float32.
@@ -131,11 +131,11 @@ def gradient_of_product(
     *,
     out: torch.Tensor,
 ) -> None:
-    """Fills ``out``, contiguous ``[M, C]``: the gradient of the logits of C classes, zeros behind the last of them.
+    """Fills ``out``, contiguous ``[M, C]``: the gradient of the logits of C classes, with zeros past the last of them.
 
     linear_weight ``[≤ C, K]``, linear_bias and weight are those of these classes, the first of which is number
-    ``start``. ``top`` ``[M]`` is the first of the statistics, ``factors`` are those of :func:`row_factors`. The
-    sm90 kernel takes a whole number of vectors of 16 bytes as C.
+    ``start``. ``top`` ``[M]`` is the first of the statistics, ``factors`` are those of :func:`row_factors`. For the
+    sm90 kernel C must be a multiple of 16 bytes.
     """
     (rows, width), columns, classes = input.shape, out.shape[1], linear_weight.shape[0]
     *_, by_weight, by_logarithm = factors
@@ -168,8 +168,8 @@ def gradient_of_product(
             (width, classes, tile_columns),
             (rows, bands, start, arithmetic.scales),
             (
-                pipeline.columns, pipeline.step, pipeline.stages, pipeline.lead, pipeline.places, pipeline.group,
-                arithmetic.constants,
+                pipeline.columns, Stages(pipeline.step, pipeline.stages, pipeline.slots), pipeline.lead,
+                pipeline.group, arithmetic.constants,
             ),
             descriptors=(
                 x.descriptor(CONSUMER_ROWS, pipeline.step), w.descriptor(pipeline.columns, pipeline.step),

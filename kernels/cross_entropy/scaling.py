@@ -1,4 +1,4 @@
-"""A tensor times a factor that lies on the device, rounded once: nobody waits to read it.
+"""A tensor times a factor on the device, rounded once, without synchronising to read it.
 
 torch's own product with a scalar tensor would round the factor to the dtype of the tensor first.
 """
@@ -10,9 +10,9 @@ from ..launching import ceil_div, launch
 
 _BLOCK = 2048
 _WARPS = 4
-# At most: enough to fill any GPU, and few enough to be gone at once where there is nothing to do.
+# At most: enough to fill any GPU, and few enough to end at once if there is nothing to do.
 _PROGRAMS = 2048
-# Elements that are read and written at once where their number is a multiple of it.
+# Elements per vectorised access, if their number is a multiple of it.
 _VECTOR = 16
 
 
@@ -22,7 +22,7 @@ def _scaled_kernel(
     IN_PLACE: tl.constexpr,
 ):  # fmt: skip
     factor = tl.load(factor_ptr)
-    # The compiler is shown what the number is a multiple of.
+    # An alignment hint: without it, loads are not vectorised.
     count = tl.cast(count, tl.int64) // VECTOR * VECTOR
     if IN_PLACE:
         count = tl.where(factor == 1.0, 0, count)

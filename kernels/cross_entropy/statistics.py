@@ -1,7 +1,7 @@
-"""Losses straight from the product ``input linear_weightᵀ``: a tile of logits lives in registers until it is reduced.
+"""Losses from the product ``input linear_weightᵀ``, each tile of which is reduced in registers and never stored.
 
-What a row's loss is made of (``losses.py``) is found for ranges of its columns: the largest value ``top``,
-``total = Σ_c exp(x_c - top)``, where wanted ``spread = Σ_c exp(x_c - top) (x_c - top)`` and ``weighted = Σ_c w_c x_c``,
+The statistics of a row (``losses.py``) are computed for ranges of its columns: the largest value ``top``,
+``total = Σ_c exp(x_c - top)``, on request ``spread = Σ_c exp(x_c - top) (x_c - top)`` and ``weighted = Σ_c w_c x_c``,
 and the target's value ``chosen``. A second kernel combines the ranges, always in the same order.
 """
 
@@ -12,6 +12,7 @@ from ..gemm_reduce.operands import exponential, scores
 from ..hopper import untransposed
 from ..launching import ceil_div, launch
 from ..matmul.generic.operands import Operand
+from ..matmul.sm90.ring import Stages
 from ..tiles import load_vector
 from ..tuning import CONSUMER_ROWS
 from ..tuning.cross_entropy import LogitTiles, Shares, generic_shares, sm90_shares
@@ -19,7 +20,7 @@ from .elements import LOWEST, Loss, LossArithmetic, class_weight, logits_of, los
 from .sm90.statistics import sm90_statistics_kernel
 from .tile import Partials, add_tile, ranges_of, store_statistics
 
-# Rows that a program combines, and ranges at a time. Every band is a multiple of so many rows.
+# Rows per program of the second kernel, which divide every band; and ranges that it loads at a time.
 _COMBINED_ROWS, _COMBINED_RANGES = 32, 32
 
 
@@ -32,7 +33,6 @@ def _statistics_kernel(
 ):  # fmt: skip
     ENTROPY: tl.constexpr = spread_ptr is not None
     SMOOTHING: tl.constexpr = weighted_ptr is not None
-    ACCURACY: tl.constexpr = ARITHMETIC[2]
     program = tl.program_id(0)
     band = program % bands
     own = program // bands
@@ -63,7 +63,7 @@ def _statistics_kernel(
             if weight_ptr is not None:
                 shares *= load_vector(weight_ptr, cols, 1, V)[None, :]
             weighted += tl.sum(shares, 1)
-        top, total, spread = add_tile(x, top, total, spread, ENTROPY, ACCURACY)
+        top, total, spread = add_tile(x, top, total, spread, ENTROPY, ARITHMETIC.accuracy)
     at = (band.to(tl.int64) * ranges + own) * BLOCK_M + tl.arange(0, BLOCK_M)
     partials = Partials(top_ptr, total_ptr, spread_ptr, weighted_ptr, chosen_ptr)
     store_statistics(partials, at, rows, top, total, spread, weighted, chosen, found)
@@ -108,7 +108,7 @@ def _combined_losses_kernel(
     counts = target != numbers[0]
     loss = Loss(weight_ptr, weight_sum_ptr, V, numbers[1], numbers[2])
     weight = class_weight(target, loss)
-    # Nobody has written the value of a target that is no column.
+    # A target that is no column has no stored value.
     chosen = tl.load(chosen_ptr + rows, mask=(rows < M) & (target >= 0) & (target < V), other=float("nan"))
     log_total = tl.log(total)
     found = loss_of(top, log_total, chosen, weighted, weight, loss, SMOOTHING)
@@ -139,8 +139,8 @@ def losses_of_product(
     """Fills ``loss``, float32 ``[M]``, for input ``[M, K]``, linear_weight ``[V, K]`` and int64 targets ``[M]``.
 
     ``weight``, float32 ``[V]``, and ``weight_sum``, its sum, are those of the classes. ``entropy`` ``[M]`` and
-    ``statistics`` ``[2, M]``, top and total, are filled where they are given. ``ranges`` is how many programs of the
-    generic kernel share a row; the sm90 one decides for itself.
+    ``statistics`` ``[2, M]``, top and total, are filled if given. In the generic kernel ``ranges`` programs share a
+    row; the sm90 kernel has its own number.
     """
     (rows, width), columns = input.shape, linear_weight.shape[0]
     smoothed, scales = arithmetic.label_smoothing > 0, arithmetic.scales
@@ -173,9 +173,11 @@ def losses_of_product(
             (target, bias, *partials),
             (width, columns, shares.tile_columns),
             (rows, shares.bands, shares.group, scales),
-            (pipeline.columns, pipeline.step, pipeline.stages, pipeline.lead, arithmetic.constants),
+            (
+                pipeline.columns, Stages(pipeline.step, pipeline.stages, 0), pipeline.lead, arithmetic.constants,
+            ),
             descriptors=(x.descriptor(CONSUMER_ROWS, pipeline.step), w.descriptor(pipeline.columns, pipeline.step)),
-        )
+        )  # fmt: skip
     launch(
         _combined_losses_kernel,
         ceil_div(rows, _COMBINED_ROWS),
@@ -187,7 +189,7 @@ def losses_of_product(
 
 
 def _partials(loss: torch.Tensor, entropy: bool, smoothed: bool, shares: Shares) -> tuple[torch.Tensor | None, ...]:
-    """Memory for top, total, spread, weighted and chosen; None for what nobody asks for."""
+    """Empty tensors for top, total, spread, weighted and chosen; None if not requested."""
     top, total, *more = loss.new_empty(2 + entropy + smoothed, shares.partials).unbind()
     spread = more.pop(0) if entropy else None
     return top, total, spread, more.pop() if smoothed else None, torch.empty_like(loss)

@@ -1,7 +1,7 @@
-"""Device code of a tile of logits that comes from a product: statistics of its rows, its gradient, and who computes it.
+"""Device functions for a tile of logits of a product, for the generic and the sm90 kernels: statistics and gradient.
 
-The generic and the sm90 kernels share it. A row of tiles is a band of rows. Its columns are shared out to ranges: that
-of number r has every tile of columns from the r-th on, as many tiles apart as there are ranges.
+A row of tiles is a band of rows. Its tiles are distributed over ranges: range r has every ``ranges``-th tile, from the
+r-th on.
 """
 
 from collections import namedtuple
@@ -10,9 +10,9 @@ from ..device import tl, triton
 from ..tiles import load_vector
 from .elements import LOWEST, Factors, gradient_of, share_of
 
-# Where statistics of rows go, of every range of their columns; and of every row the value of its target.
+# Where the statistics of rows are stored, for each range of columns; and the value of each row's target.
 Partials = namedtuple("Partials", "top_ptr total_ptr spread_ptr weighted_ptr chosen_ptr")
-# What the gradient of M rows and V columns is made of, the first of which is number ``start``.
+# The gradient of M rows and V columns, the first of which is number ``start``, as a function of the logits.
 Gradient = namedtuple(
     "Gradient",
     "target_ptr weight_ptr top_ptr by_share_ptr by_target_ptr by_weight_ptr by_logarithm_ptr M V start",
@@ -21,7 +21,7 @@ Gradient = namedtuple(
 
 @triton.jit
 def ranges_of(band, bands, tile_columns, programs, group):
-    """(how many ranges the columns of a band are shared out to, the place of its first one among those of all bands).
+    """(number of ranges of a band, position of its first one among those of all bands).
 
     ``group`` bands are computed at the same time, by all ``programs``; the last group may have fewer.
     """
@@ -34,22 +34,22 @@ def ranges_of(band, bands, tile_columns, programs, group):
 
 @triton.jit
 def add_tile(x, top, total, spread, ENTROPY: tl.constexpr, ACCURACY: tl.constexpr):
-    """(top, total, spread) of rows after the columns of ``x``; see ``losses.py``. A NaN shows in the sums."""
+    """(top, total, spread) of rows after the columns of ``x``; see ``losses.py``. A NaN reaches the sums."""
     higher = tl.maximum(top, tl.max(x, 1))
     distance = x - tl.expand_dims(higher, 1)
     shares = share_of(distance, ACCURACY)
-    # Finite: nothing was summed yet where it is the lowest number, and 0 · inf would be NaN.
+    # Finite even if nothing was summed yet: 0 · inf would be NaN.
     change = tl.maximum(top - higher, LOWEST)
     factor = share_of(change, ACCURACY)
     if ENTROPY:
-        # What has no share adds nothing, however far away it is.
+        # A share of 0 contributes 0, even at an infinite distance.
         spread = factor * (spread + change * total) + tl.sum(shares * tl.maximum(distance, LOWEST), 1)
     return higher, total * factor + tl.sum(shares, 1), spread
 
 
 @triton.jit
 def store_statistics(partials, at, rows, top, total, spread, weighted, chosen, found):
-    """Stores those of a range of columns from ``at`` on, and the value of the target where it was ``found``."""
+    """Store the statistics of a range of columns at ``at``, and the value of the target where it was ``found``."""
     tl.store(partials.top_ptr + at, top)
     tl.store(partials.total_ptr + at, total)
     if partials.spread_ptr is not None:
@@ -66,7 +66,7 @@ def _of_rows(ptr, rows, given):
 
 @triton.jit
 def gradients_of_rows(rows, given):
-    """(in which column the target of each row is, or in none; top; factors) for ``gradient_of_tile``."""
+    """(column of each row's target, top, factors) for ``gradient_of_tile``."""
     column = tl.load(given.target_ptr + rows, mask=rows < given.M, other=-1) - given.start
     top = _of_rows(given.top_ptr, rows, given)
     by_share = _of_rows(given.by_share_ptr, rows, given)
@@ -81,7 +81,7 @@ def gradients_of_rows(rows, given):
 
 @triton.jit
 def gradient_of_tile(x, slope, cols, of_rows, given, ACCURACY: tl.constexpr):
-    """The gradient of ``logits_of`` the columns ``cols``, which behind column V may be anything."""
+    """The gradient at the columns ``cols``, from ``logits_of``; undefined from column V on."""
     SMOOTHING: tl.constexpr = given.by_weight_ptr is not None
     target, top, factors = of_rows
     class_weights = 1.0

@@ -13,8 +13,8 @@ gradients with their sums, and H once more if the gradient of w_down needs it. d
 from the memory of dZ.
 
 The remaining products, y = H W_downᵀ, dx = dZ W_up and the weight gradients, have nothing to fuse, and cuBLAS, which
-multicasts its loads within clusters of SMs, was faster there. But if the hidden is in memory in groups of units only,
-dx is a float32 sum over the groups: ``data_gradient``, on Hopper, reads and writes that sum in its epilogue.
+multicasts its loads within clusters of SMs, was faster there. But if the hidden is computed in groups of units, dx is a
+float32 sum over the groups: ``data_gradient``, on Hopper, reads and writes that sum in its epilogue.
 
 If a weight has a low-rank adapter (LoRA), x (W + s B A)ᵀ, a second product u Bᵀ with u = s x Aᵀ ``[M, R]`` is added to
 the first one on chip, and v A with v = s dy B to dH: ``matmul/low_rank.py``.

@@ -36,10 +36,23 @@ def hidden(
     writes begin at memory sectors: H may have gaps between rows, Z and Zg meaningless columns past N. ``ready`` belongs
     to one prepared call (see ``gemm_gemm.Operands``), whose options include ``dropout.place``.
     """
-    columns, width, launch, on_sm90 = prepared(
-        ready, ("hidden", keep), _prepare, x, w_up, b_up, w_gate, b_gate, keep, arithmetic, tiles,
-        pipeline, dropout, low_rank, for_products,
-    )  # fmt: skip
+    rows, columns = x.shape[0], w_up.shape[0]
+
+    def prepare() -> tuple[int, Launch, bool]:
+        """(columns in memory, launch, whether it is the sm90 one)"""
+        width = hidden_stride(columns, x.element_size()) if for_products else columns
+        how = Arithmetic.of(arithmetic)
+        matrices = _matrices(x, w_up, w_gate, b_up, b_gate)
+        if pipeline is not None and dropout.in_whole_draws and matrices is not None:
+            launch = sm90.prepare_hidden(*matrices, columns, keep, how, pipeline, dropout, low_rank, width=width)
+            if launch is not None:
+                return width, launch, True
+        left, up, gate = (x, w_up, w_gate) if low_rank is None else low_rank.joined(x, w_up, w_gate, 1)
+        biases = b_up, b_gate
+        launch = generic.prepare_hidden(left, (up, gate), biases, rows, width, how, tiles, dropout=dropout)
+        return width, launch, False
+
+    width, launch, on_sm90 = prepared(ready, ("hidden", keep), prepare)
     if low_rank is not None and not on_sm90:
         x, w_up, w_gate = low_rank.joined(x, w_up, w_gate, 1)
     z_gate: torch.Tensor | None = None
@@ -47,61 +60,21 @@ def hidden(
         z = F.linear(x, w_up, b_up)
         z_gate = None if w_gate is None else F.linear(x, w_gate, b_gate)
         # H overwrites Z if that is not kept and the rows need no padding. x only tells the device.
-        found = empty_rows(x, x.shape[0], columns, width) if keep or width > columns else z
+        found = empty_rows(x, rows, columns, width) if keep or width > columns else z
         launch((x, None, None, found, z, z_gate, None, None, dropout.seed, None, None))
         return (found, z, z_gate) if keep else (found, None, None)
-    found = empty_rows(x, x.shape[0], columns, width)
-    kept = x.new_empty(x.shape[0], width) if keep else None
+    found = empty_rows(x, rows, columns, width)
+    kept = x.new_empty(rows, width) if keep else None
     if keep and w_gate is not None:
-        z_gate = x.new_empty(x.shape[0], width)
-    more: tuple[torch.Tensor | None, ...] = ()
-    scales: tuple[None, ...] = ()
+        z_gate = x.new_empty(rows, width)
     if on_sm90:
-        more = (None,) * 3 if low_rank is None else low_rank.copied(w_up.stride(1) != 1)[:3]
-        scales = None, None, None
-    launch((x, w_up, w_gate, found, kept, z_gate, *more, b_up, b_gate, dropout.seed, None, None, *scales))
+        factors = (None, None, None) if low_rank is None else low_rank.copied(w_up.stride(1) != 1)[:3]
+        launch((
+            x, w_up, w_gate, found, kept, z_gate, *factors, b_up, b_gate, dropout.seed, None, None, None, None, None,
+        ))  # fmt: skip
+    else:
+        launch((x, w_up, w_gate, found, kept, z_gate, b_up, b_gate, dropout.seed, None, None))
     return found, kept, z_gate
-
-
-def _prepare(
-    x: torch.Tensor,
-    w_up: torch.Tensor,
-    b_up: torch.Tensor | None,
-    w_gate: torch.Tensor | None,
-    b_gate: torch.Tensor | None,
-    keep: bool,
-    arithmetic: Named,
-    tiles: EpilogueTiles,
-    pipeline: EpiloguePipeline | None,
-    dropout: Dropout,
-    low_rank: LowRank | None,
-    for_products: bool,
-) -> tuple[int, int, Launch, bool]:
-    """(columns, columns in memory, launch, whether it is the sm90 one), shared by all executions of a prepared call."""
-    rows, columns = x.shape[0], w_up.shape[0]
-    width = hidden_stride(columns, x.element_size()) if for_products else columns
-    pipeline = pipeline if dropout.in_whole_draws else None
-    matrices = None if pipeline is None else _matrices(x, w_up, w_gate, b_up, b_gate)
-    if pipeline is not None and matrices is not None:
-        made = sm90.prepare_hidden(
-            *matrices,
-            columns,
-            keep,
-            arithmetic.activation,
-            arithmetic.accuracy,
-            pipeline,
-            dropout,
-            low_rank,
-            width=width,
-        )
-        if made is not None:
-            return columns, width, made, True
-    if low_rank is not None:
-        x, w_up, w_gate = low_rank.joined(x, w_up, w_gate, 1)
-    launch = generic.prepare_hidden(
-        x, (w_up, w_gate), (b_up, b_gate), rows, width, Arithmetic.of(arithmetic), tiles, dropout=dropout
-    )
-    return columns, width, launch, False
 
 
 def _matrices(
@@ -111,7 +84,7 @@ def _matrices(
     b_up: torch.Tensor | None,
     b_gate: torch.Tensor | None,
 ) -> tuple[Matrix, Matrix, Matrix | None] | None:
-    """The operands as TMA sees them, or None if it cannot read one of them or a bias is not contiguous.
+    """The operands as TMA sees them, or None if it cannot read one of them, or if a bias is not contiguous.
 
     Weights may be transposed, if both are.
     """

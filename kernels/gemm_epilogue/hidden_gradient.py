@@ -68,15 +68,45 @@ def hidden_gradient(
     requested and where it goes; dy's layout may change between its executions.
     """
     keep_hidden = keep_hidden or hidden_into is not None
+    (rows, _), columns, parts = dy.shape, w_down.shape[1], 1 if z_gate is None else 2
+
+    def prepare() -> _Prepared:
+        can_copy = pipeline is not None and dropout.in_whole_draws
+        copied = can_copy and untransposed(dy) is None
+        left = dy.contiguous() if copied else dy
+        stride = hidden_stride(columns, dy.element_size()) if for_products else columns
+        joined = for_products and z_gate is not None and gradients_joined(rows, columns, dy.element_size())
+        side_by_side = joined and not in_place
+        strides = z.stride(0) if in_place else stride * (2 if side_by_side else 1), stride
+        how = Arithmetic.of(arithmetic)
+        matrices = _matrices(left, w_down, z, z_gate)
+        if pipeline is not None and can_copy and matrices is not None:
+            launch = sm90.prepare_hidden_gradient(
+                *matrices, strides, keep_hidden, bias, how, pipeline, dropout, low_rank
+            )  # fmt: skip
+            if launch is not None:
+                bands = pipeline.bands(rows, columns, z_gate is not None)
+                return _Prepared(stride, sums_shape(bands), copied, side_by_side, True, launch, {})
+        right = w_down
+        if low_rank is not None:
+            left, right, _ = low_rank.joined(left, right, None, 0)
+        launch = generic.prepare_hidden_gradient(
+            left, right, (z, z_gate), strides, how, tiles, row_tiles=row_tiles, dropout=dropout
+        )
+        bands = ceil_div(ceil_div(rows, tiles.block_m), row_tiles)
+        return _Prepared(stride, sums_shape(bands), copied, side_by_side, False, launch, {})
+
+    def sums_shape(bands: int) -> tuple[int, ...] | None:
+        if not bias:
+            return None
+        # Partials also for given tensors, of any layout and dtype, and for two gradients, which must not share memory.
+        return (columns,) if bands == parts == 1 and not sums_into else (bands, columns * parts)
+
     name = ("hidden gradient", bias, keep_hidden, column_sums is not None, bool(sums_into), in_place, *layout_of(dy))
-    made = prepared(
-        ready, name, _prepare, dy, w_down, z, z_gate, bias, row_tiles, arithmetic, tiles,
-        pipeline, keep_hidden, for_products, in_place, bool(sums_into), dropout, low_rank,
-    )  # fmt: skip
+    made = prepared(ready, name, prepare)
     if made.copied:
         # Autograd may pass an expanded or transposed dy: a copy costs less than the generic kernel.
         dy = dy.contiguous()
-    rows, columns, _ = made.shape
     d_gate: torch.Tensor | None = None
     if in_place:
         assert tiles.block_inner, "dH needs memory of its own"
@@ -84,9 +114,9 @@ def hidden_gradient(
     elif made.side_by_side:
         dz, d_gate = dy.new_empty(rows, 2 * columns).split(columns, 1)
     else:
-        dz = empty_rows(dy, *made.shape)
-        d_gate = None if z_gate is None else empty_rows(dy, *made.shape)
-    hidden = empty_rows(dy, *made.shape) if keep_hidden and hidden_into is None else hidden_into
+        dz = empty_rows(dy, rows, columns, made.stride)
+        d_gate = None if z_gate is None else empty_rows(dy, rows, columns, made.stride)
+    hidden = empty_rows(dy, rows, columns, made.stride) if keep_hidden and hidden_into is None else hidden_into
     # A single band: the kernel's sums are the result, not partials.
     complete = made.sums is not None and len(made.sums) == 1
     sums = None
@@ -94,18 +124,18 @@ def hidden_gradient(
         sums = dy.new_empty(made.sums) if complete else _partials(dy, made.sums, partials_into)
     # First, so that the next kernel finds dy in the L2 cache.
     dy_sums = None if column_sums is None else column_partials(dy, column_sums, made.ready)
-    more: tuple[torch.Tensor | None, ...] = ()
+    factors: tuple[torch.Tensor | None, ...] = ()
     scales: tuple[None, ...] = ()
     if made.sm90:
         scales = None, None
-        more = (None, None) if low_rank is None else low_rank.copied(w_down.stride(1) != 1)[:2]
+        factors = (None, None) if low_rank is None else low_rank.copied(w_down.stride(1) != 1)[:2]
     else:
         if low_rank is not None:
             dy, w_down, _ = low_rank.joined(dy, w_down, None, 0)
         if not tiles.block_inner:
             torch.mm(dy, w_down, out=dz)
-    dense = None, None, None, None
-    made.launch((dy, w_down, z, z_gate, dz, d_gate, hidden, *more, sums, dropout.seed, added, *dense, *scales))
+    dense = None, None, None, None  # what rows sorted by expert have
+    made.launch((dy, w_down, z, z_gate, dz, d_gate, hidden, *factors, sums, dropout.seed, added, *dense, *scales))
     other: tuple[torch.Tensor, torch.Tensor] | None = None
     db_down = dy_sums
     if dy_sums is not None and dy_sums.dim() == 2:
@@ -115,19 +145,19 @@ def hidden_gradient(
         if other is not None:
             reduce_partials(other[0], [other[1]], blocks=_BAND_BLOCKS, ready=made.ready)
         return HiddenGradients(dz, d_gate, sums, None, hidden, db_down)
-    parts = 1 if z_gate is None else 2
     found = list(sums_into) or [dy.new_empty(columns) for _ in range(parts)]
     reduce_partials(sums, found, blocks=_BAND_BLOCKS, other=other, ready=made.ready)
     return HiddenGradients(dz, d_gate, found[0], found[1] if parts == 2 else None, hidden, db_down)
 
 
 class _Prepared(NamedTuple):
-    """What all executions of one prepared call share: rows, columns and row stride of the hidden, the sums' shape.
+    """What all executions of one prepared call share.
 
-    ``sums`` is the shape of the partials of bands, or 1D if a single band gives complete sums.
+    ``stride`` is the hidden's row stride, ``sums`` the shape of the partials of bands, or ``[N]`` if the single band
+    gives complete sums. ``copied``: dy is copied for TMA. ``side_by_side``: dz and dz_gate are halves of one matrix.
     """
 
-    shape: tuple[int, int, int]
+    stride: int
     sums: tuple[int, ...] | None
     copied: bool
     side_by_side: bool
@@ -136,73 +166,12 @@ class _Prepared(NamedTuple):
     ready: dict[Any, Any]
 
 
-def _prepare(
-    dy: torch.Tensor,
-    w_down: torch.Tensor,
-    z: torch.Tensor,
-    z_gate: torch.Tensor | None,
-    bias: bool,
-    row_tiles: int,
-    arithmetic: Named,
-    tiles: EpilogueTiles,
-    pipeline: EpiloguePipeline | None,
-    keep_hidden: bool,
-    for_products: bool,
-    in_place: bool,
-    given_sums: bool,
-    dropout: Dropout,
-    low_rank: LowRank | None,
-) -> _Prepared:
-    copied = pipeline is not None and dropout.in_whole_draws and untransposed(dy) is None
-    if copied:
-        dy = dy.contiguous()
-    rows, columns = dy.shape[0], w_down.shape[1]
-    stride = hidden_stride(columns, dy.element_size()) if for_products else columns
-    shape = rows, columns, stride
-    joined = for_products and z_gate is not None and gradients_joined(rows, columns, dy.element_size())
-    side_by_side = joined and not in_place
-    parts = 1 if z_gate is None else 2
-    row_stride = z.stride(0) if in_place else stride * (2 if side_by_side else 1)
-    pipeline = pipeline if dropout.in_whole_draws else None
-    matrices = None if pipeline is None else _matrices(dy, w_down, z, z_gate)
-    if pipeline is not None and matrices is not None:
-        bands = pipeline.bands(rows, columns, z_gate is not None)
-        sums = _sums(bands, columns, parts, given_sums) if bias else None
-        made = sm90.prepare_hidden_gradient(
-            *matrices,
-            (row_stride, stride),
-            keep_hidden,
-            bias,
-            arithmetic.activation,
-            arithmetic.accuracy,
-            pipeline,
-            dropout,
-            low_rank,
-        )
-        if made is not None:
-            return _Prepared(shape, sums, copied, side_by_side, True, made, {})
-    if low_rank is not None:
-        dy, w_down, _ = low_rank.joined(dy, w_down, None, 0)
-    bands = ceil_div(ceil_div(rows, tiles.block_m), row_tiles)
-    launch = generic.prepare_hidden_gradient(
-        dy, w_down, (z, z_gate), (row_stride, stride), Arithmetic.of(arithmetic), tiles, row_tiles=row_tiles,
-        dropout=dropout
-    )  # fmt: skip
-    sums = _sums(bands, columns, parts, given_sums) if bias else None
-    return _Prepared(shape, sums, copied, side_by_side, False, launch, {})
-
-
 def _partials(dy: torch.Tensor, shape: tuple[int, ...], memory: torch.Tensor | None) -> torch.Tensor:
     """An empty float32 tensor of this shape, in the vector ``memory`` if that is large enough."""
     size = torch.Size(shape).numel()
     if memory is None or memory.shape[0] < size:
         return dy.new_empty(shape, dtype=torch.float32)
     return memory[:size].view(shape)
-
-
-def _sums(bands: int, columns: int, parts: int, given: bool) -> tuple[int, ...]:
-    # Partials for given tensors, of any layout and dtype, and for two gradients, which must not share memory.
-    return (columns,) if bands == 1 and parts == 1 and not given else (bands, columns * parts)
 
 
 def _matrices(

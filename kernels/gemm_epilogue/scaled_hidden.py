@@ -8,7 +8,7 @@ from ..dropout import NO_DROPOUT, Dropout
 from ..hopper import ALIGNMENT, Matrix, Scaled, untransposed
 from ..launching import Launch, prepared
 from ..matmul import sm90
-from ..matmul.arithmetic import Named
+from ..matmul.arithmetic import Arithmetic, Named
 from ..tuning import EpiloguePipeline
 
 
@@ -43,10 +43,8 @@ def scaled_hidden(
         for name, bias in {"b_up": b_up, "b_gate": b_gate}.items():
             if bias is not None and bias.stride(0) != 1:
                 raise ValueError(f"{name} has a stride of {bias.stride(0)}, and is to be contiguous")
-        launch = sm90.prepare_hidden(
-            left, up, gate, columns, keep, arithmetic.activation, arithmetic.accuracy, pipeline, dropout, None
-        )
-        assert launch is not None, "without a product of low rank"
+        launch = sm90.prepare_hidden(left, up, gate, columns, keep, Arithmetic.of(arithmetic), pipeline, dropout)
+        assert launch is not None, "only a low-rank product can be unreadable"
         return launch
 
     launch = prepared(ready, ("scaled hidden", keep, dtype), prepare)
@@ -72,12 +70,12 @@ def scaled_hidden_gradient(
     dropout: Dropout = NO_DROPOUT,
     ready: dict[Any, Any] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    """(dZ, dZg, H) ``[M, N]`` of Z's dtype, contiguous; dZg with a gate, H, with its dropout, only to keep it.
+    """(dZ, dZg, H) ``[M, N]`` of Z's dtype, contiguous; dZg with a gate, and H, with dropout, to ``keep_hidden``.
 
-    Values of dy ``[M, O]`` and of w_down, transposed to ``[N, O]``, lie in rows that begin at multiples of 16 bytes. Z
-    and Zg ``[M, N]`` are contiguous, and N is a multiple of 8.
+    Rows of dy's values ``[M, O]``, and of w_down's, transposed to ``[N, O]``, begin at multiples of 16 bytes. Z and Zg
+    ``[M, N]`` are contiguous, and N is a multiple of 8.
 
-    Raises ValueError where an operand or a result does not lie as TMA wants it.
+    Raises ValueError if TMA cannot read an operand or write a result.
     """
 
     def prepare() -> Launch:
@@ -85,9 +83,9 @@ def scaled_hidden_gradient(
         gate = None if z_gate is None else scaled_matrix("z_gate", z_gate)
         launch = sm90.prepare_hidden_gradient(
             left, right._replace(transposed=True), first, gate, (z.shape[1], z.shape[1]), keep_hidden, False,
-            arithmetic.activation, arithmetic.accuracy, pipeline, dropout, None,
+            Arithmetic.of(arithmetic), pipeline, dropout,
         )  # fmt: skip
-        assert launch is not None, "without a product of low rank"
+        assert launch is not None, "only a low-rank product can be unreadable"
         return launch
 
     launch = prepared(ready, ("scaled hidden gradient", keep_hidden), prepare)

@@ -20,10 +20,9 @@ A program keeps whole rows of x (K wide) and of the accumulator (O wide) on chip
 ``tuning`` do not fit. Weight gradients are split over tokens into float32 partials, summed in a fixed order by
 ``kernels.partials`` and rounded once: no atomics, the same bits every time.
 
-``forward``, ``data_gradient`` and ``weight_gradients`` launch the generic kernels of their own files, or those of
-``sm90/`` where the plan names them and the operands lie as these need it; both compute the same.
-``stored_gradients`` is another backward pass for layers whose weight gradients do not fit on chip together: it writes H
-and dZ to memory once, for as long as it runs.
+``forward``, ``data_gradient`` and ``weight_gradients`` launch the kernels of ``sm90/`` if the plan names them and TMA
+can read the operands, otherwise the generic kernels of their own files. ``stored_gradients`` is another backward pass
+for layers whose weight gradients do not fit on chip together: it writes H and dZ to memory once, while it runs.
 """
 
 from .data_gradient import data_gradient

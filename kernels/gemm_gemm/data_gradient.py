@@ -9,39 +9,34 @@ from ..device import tl, triton
 from ..dropout import keep
 from ..launching import Launch, ceil_div, layout_of, prepared
 from ..matmul.generic.epilogues import add_bias
-from ..matmul.generic.operands import Bias, strides
+from ..matmul.generic.operands import Bias
 from ..partials import reduce_partials
-from ..tiles import add_product, batch_and_tile, in_units, only_before, product, strides_in_units
+from ..tiles import add_product, assume_multiple, batch_and_tile, only_before, product
 from ..tuning import TileConfig
 from . import sm90
-from .blocks import Operand, load, store, up_gradient
+from .blocks import load, rows_operand, store, up_gradient, weights
 from .operands import Operands, dense_strides
 
 
 @triton.jit(do_not_specialize=["M", "dropout"])
 def _data_gradient_kernel(
     x_ptr, dy_ptr, up_ptr, gate_ptr, down_ptr, dx_ptr, up_bias_ptr, gate_bias_ptr, seed_ptr, dy_sums_ptr,
-    x_strides, up_strides, gate_strides, down_strides, bias_strides, dy_strides, dx_strides,
-    N, M, dropout,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WIDTHS: tl.constexpr, EVEN_N: tl.constexpr,
-    ACTIVATION: tl.constexpr, ACCURACY: tl.constexpr, INPUT_PRECISION: tl.constexpr, LAYOUT: tl.constexpr,
+    strides, N, M, dropout,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CONFIG: tl.constexpr, ARITHMETIC: tl.constexpr,
 ):  # fmt: skip
-    tl.static_assert(dy_sums_ptr is None, "the sums of dy are for the kernel for Hopper")
-    # LAYOUT: whether up and down lie transposed, and in units of how many elements all operands lie (``in_units``).
-    K: tl.constexpr = WIDTHS[0]
-    O: tl.constexpr = WIDTHS[1]
-    BLOCK_K: tl.constexpr = WIDTHS[2]
-    BLOCK_O: tl.constexpr = WIDTHS[3]
+    tl.static_assert(dy_sums_ptr is None, "only the sm90 kernel sums dy")
+    K: tl.constexpr = CONFIG.k
+    O: tl.constexpr = CONFIG.o
+    BLOCK_K: tl.constexpr = CONFIG.block_k
+    BLOCK_O: tl.constexpr = CONFIG.block_o
+    INPUT_PRECISION: tl.constexpr = ARITHMETIC.input_precision
     GATED: tl.constexpr = gate_ptr is not None
-    UNIT: tl.constexpr = LAYOUT[2]
-    N = in_units(N, UNIT)
-    x = Operand(x_ptr, *strides_in_units(x_strides, False, UNIT), rows=M, inner=K)
-    up = Operand(up_ptr, *strides_in_units(up_strides, LAYOUT[0], UNIT), rows=N, inner=K)
-    gate = Operand(gate_ptr, *strides_in_units(gate_strides, LAYOUT[0], UNIT), rows=N, inner=K)
-    down = Operand(down_ptr, *strides_in_units(down_strides, LAYOUT[1], UNIT), rows=O, inner=N)
-    dy = Operand(dy_ptr, *strides_in_units(dy_strides, False, UNIT), rows=M, inner=O)
-    dx = Operand(dx_ptr, *strides_in_units(dx_strides, False, UNIT), rows=M, inner=K)
-    up_bias, gate_bias = Bias(up_bias_ptr, 0, bias_strides[0], N), Bias(gate_bias_ptr, 0, bias_strides[1], N)
+    N = assume_multiple(N, CONFIG.unit)
+    x = rows_operand(x_ptr, strides.x, M, K, CONFIG)
+    up, gate, down = weights(up_ptr, gate_ptr, down_ptr, strides, N, CONFIG)
+    dy = rows_operand(dy_ptr, strides.rows, M, O, CONFIG)
+    dx = rows_operand(dx_ptr, strides.results, M, K, CONFIG)
+    up_bias, gate_bias = Bias(up_bias_ptr, 0, strides.bias[0], N), Bias(gate_bias_ptr, 0, strides.bias[1], N)
     drop_limit, keep_scale = dropout
     zero = keep_scale - keep_scale
     batch, row_start = batch_and_tile(M, BLOCK_M)
@@ -61,13 +56,14 @@ def _data_gradient_kernel(
         if GATED:
             gate_tile = load(gate, batch, cols, inner)
             z_gate = add_bias(product(x_tile, gate_tile.T, INPUT_PRECISION), gate_bias, 0, cols)
-        _, slope, gate_slope = hidden_and_slopes(z, z_gate, GATED, ACTIVATION, ACCURACY)
-        dz = only_before(up_gradient(d_hidden, slope, z, GATED, ACTIVATION), cols, N, EVEN_N)
+        _, slope, gate_slope = hidden_and_slopes(z, z_gate, GATED, ARITHMETIC)
+        dz = only_before(up_gradient(d_hidden, slope, z, GATED, ARITHMETIC.activation), cols, N, CONFIG.even)
         acc = add_product(acc, dz.to(up_tile.dtype), up_tile, zero, INPUT_PRECISION)
         if GATED:
-            dz_gate = only_before(through_activation(d_hidden, gate_slope, z_gate, ACTIVATION), cols, N, EVEN_N)
+            dz_gate = through_activation(d_hidden, gate_slope, z_gate, ARITHMETIC.activation)
+            dz_gate = only_before(dz_gate, cols, N, CONFIG.even)
             acc = add_product(acc, dz_gate.to(gate_tile.dtype), gate_tile, zero, INPUT_PRECISION)
-    acc *= activation_unit(ACTIVATION, ACCURACY)
+    acc *= activation_unit(ARITHMETIC.activation, ARITHMETIC.accuracy)
     store(dx, batch, acc, rows, inner)
 
 
@@ -76,8 +72,8 @@ def data_gradient(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """dx, contiguous, of the shape of x, from dy ``[Z, M, O]`` (or ``[M, O]``) of any strides.
 
-    With it, where ``column_sums`` asks for them and the kernel that runs reads dy only once, the sums of dy over all of
-    its rows, ``[O]``; else None.
+    Also the sums of dy over all of its rows, ``[O]``, if ``column_sums`` requests them and the kernel that runs reads
+    dy only once; else None.
     """
     name = ("data gradient", column_sums, *layout_of(dy))
     launch, shape, ready = prepared(operands.ready, name, _prepare, operands, dy, tiles, column_sums)
@@ -95,10 +91,10 @@ def data_gradient(
 def _prepare(
     operands: Operands, dy: torch.Tensor, tiles: TileConfig, column_sums: bool
 ) -> tuple[Launch, tuple[int, int] | None, dict[Any, Any]]:
-    """What all executions of one prepared call share: the launch, and the shape of the partial sums of dy, if any."""
+    """The launch, the shape of the partial sums of dy, if any, and the cache of their reduction's launch."""
     if tiles.sm90 is not None and (matrices := operands.matrices(dy)) is not None:
         return *sm90.prepare_data_gradient(operands, matrices, column_sums, tiles.sm90), {}
     batch, rows, _, hidden, _ = operands.sizes()
-    numbers = (strides(dy, 3), dense_strides(operands.x.shape), hidden)
     programs, even = batch * ceil_div(rows, tiles.block_m), hidden % tiles.block_n == 0
-    return operands.launch(_data_gradient_kernel, programs, numbers, tiles, even, dy), None, {}
+    results = dense_strides(operands.x.shape)
+    return operands.launch(_data_gradient_kernel, programs, tiles, even, dy, results), None, {}

@@ -8,36 +8,31 @@ from ..dropout import keep
 from ..launching import Launch, ceil_div, prepared
 from ..matmul.generic.epilogues import add_bias
 from ..matmul.generic.operands import Bias, strides
-from ..tiles import add_product, batch_and_tile, in_units, only_before, product, strides_in_units
+from ..tiles import add_product, assume_multiple, batch_and_tile, only_before, product
 from ..tuning import TileConfig
 from . import sm90
-from .blocks import Operand, load, load_transposed, store
+from .blocks import load, load_transposed, rows_operand, store, weights
 from .operands import Operands, dense_strides, unit_stride
 
 
 @triton.jit(do_not_specialize=["M", "dropout"])
 def _forward_kernel(
     x_ptr, up_ptr, gate_ptr, down_ptr, y_ptr, up_bias_ptr, gate_bias_ptr, seed_ptr, down_bias_ptr, residual_ptr,
-    x_strides, up_strides, gate_strides, down_strides, bias_strides, stride_down_bias, residual_strides, y_strides,
-    N, M, dropout,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WIDTHS: tl.constexpr, EVEN_N: tl.constexpr,
-    ACTIVATION: tl.constexpr, ACCURACY: tl.constexpr, INPUT_PRECISION: tl.constexpr, LAYOUT: tl.constexpr,
+    strides, N, M, dropout,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CONFIG: tl.constexpr, ARITHMETIC: tl.constexpr,
 ):  # fmt: skip
-    # LAYOUT: whether up and down lie transposed, and in units of how many elements all operands lie (``in_units``).
-    K: tl.constexpr = WIDTHS[0]
-    O: tl.constexpr = WIDTHS[1]
-    BLOCK_K: tl.constexpr = WIDTHS[2]
-    BLOCK_O: tl.constexpr = WIDTHS[3]
+    K: tl.constexpr = CONFIG.k
+    O: tl.constexpr = CONFIG.o
+    BLOCK_K: tl.constexpr = CONFIG.block_k
+    BLOCK_O: tl.constexpr = CONFIG.block_o
+    INPUT_PRECISION: tl.constexpr = ARITHMETIC.input_precision
     GATED: tl.constexpr = gate_ptr is not None
-    UNIT: tl.constexpr = LAYOUT[2]
-    N = in_units(N, UNIT)
-    x = Operand(x_ptr, *strides_in_units(x_strides, False, UNIT), rows=M, inner=K)
-    up = Operand(up_ptr, *strides_in_units(up_strides, LAYOUT[0], UNIT), rows=N, inner=K)
-    gate = Operand(gate_ptr, *strides_in_units(gate_strides, LAYOUT[0], UNIT), rows=N, inner=K)
-    down = Operand(down_ptr, *strides_in_units(down_strides, LAYOUT[1], UNIT), rows=O, inner=N)
-    residual = Operand(residual_ptr, *strides_in_units(residual_strides, False, UNIT), rows=M, inner=O)
-    y = Operand(y_ptr, *strides_in_units(y_strides, False, UNIT), rows=M, inner=O)
-    up_bias, gate_bias = Bias(up_bias_ptr, 0, bias_strides[0], N), Bias(gate_bias_ptr, 0, bias_strides[1], N)
+    N = assume_multiple(N, CONFIG.unit)
+    x = rows_operand(x_ptr, strides.x, M, K, CONFIG)
+    up, gate, down = weights(up_ptr, gate_ptr, down_ptr, strides, N, CONFIG)
+    residual = rows_operand(residual_ptr, strides.rows, M, O, CONFIG)
+    y = rows_operand(y_ptr, strides.results, M, O, CONFIG)
+    up_bias, gate_bias = Bias(up_bias_ptr, 0, strides.bias[0], N), Bias(gate_bias_ptr, 0, strides.bias[1], N)
     drop_limit, keep_scale = dropout
     zero = keep_scale - keep_scale
     batch, row_start = batch_and_tile(M, BLOCK_M)
@@ -52,16 +47,16 @@ def _forward_kernel(
         if GATED:
             z_gate = product(x_tile, load_transposed(gate, batch, inner, cols), INPUT_PRECISION)
             z_gate = add_bias(z_gate, gate_bias, 0, cols)
-        hidden, _, _ = hidden_and_slopes(z, z_gate, GATED, ACTIVATION, ACCURACY)
+        hidden, _, _ = hidden_and_slopes(z, z_gate, GATED, ARITHMETIC)
         if seed_ptr is not None:
             kept = keep(tl.load(seed_ptr), rows.to(tl.int64)[:, None], cols.to(tl.int64)[None, :], drop_limit)
             hidden = hidden * kept * keep_scale
         # Past N the weights load as 0, but an infinite x times 0 is NaN, and act(0) may not be 0.
-        hidden = only_before(hidden, cols, N, EVEN_N)
+        hidden = only_before(hidden, cols, N, CONFIG.even)
         down_tile = load_transposed(down, batch, cols, outer)
         acc = add_product(acc, hidden.to(down_tile.dtype), down_tile, zero, INPUT_PRECISION)
-    acc *= activation_unit(ACTIVATION, ACCURACY)
-    acc = add_bias(acc, Bias(down_bias_ptr, 0, stride_down_bias, O), 0, outer)
+    acc *= activation_unit(ARITHMETIC.activation, ARITHMETIC.accuracy)
+    acc = add_bias(acc, Bias(down_bias_ptr, 0, strides.bias[2], O), 0, outer)
     if residual_ptr is not None:
         acc += load(residual, batch, rows, outer).to(tl.float32)
     store(y, batch, acc, rows, outer)
@@ -70,7 +65,7 @@ def _forward_kernel(
 def forward(
     operands: Operands, down_bias: torch.Tensor | None, residual: torch.Tensor | None, tiles: TileConfig
 ) -> torch.Tensor:
-    """y ``[Z, M, O]``, contiguous, in the dtype of x; ``[M, O]`` where the operands have no batch."""
+    """y ``[Z, M, O]``, contiguous, in the dtype of x; ``[M, O]`` if the operands have no batch."""
     shape, launch = prepared(operands.ready, "forward", _prepare, operands, down_bias, residual, tiles)
     y = operands.x.new_empty(shape)
     launch((*operands.tensors(None, y), down_bias, residual))
@@ -80,12 +75,13 @@ def forward(
 def _prepare(
     operands: Operands, down_bias: torch.Tensor | None, residual: torch.Tensor | None, tiles: TileConfig
 ) -> tuple[tuple[int, ...], Launch]:
-    """What all executions of one prepared call share: the shape of y, and the launch of one of both kernels."""
+    """The shape of y and the launch, shared by all executions of one prepared call."""
     batch, rows, _, hidden, out_width = operands.sizes()
     shape = (*operands.x.shape[:-1], out_width)
     matrices = None if tiles.sm90 is None or not unit_stride(down_bias) else operands.matrices(residual)
     if tiles.sm90 is not None and matrices is not None:
         return shape, sm90.prepare_forward(operands, matrices, tiles.sm90)
-    numbers = (strides(down_bias, 1)[0], strides(residual, 3), dense_strides(shape), hidden)
-    programs = batch * ceil_div(rows, tiles.block_m)
-    return shape, operands.launch(_forward_kernel, programs, numbers, tiles, hidden % tiles.block_n == 0, residual)
+    programs, even = batch * ceil_div(rows, tiles.block_m), hidden % tiles.block_n == 0
+    return shape, operands.launch(
+        _forward_kernel, programs, tiles, even, residual, dense_strides(shape), further_biases=strides(down_bias, 1)
+    )

@@ -1,4 +1,4 @@
-"""What a call of these kernels is made of: its tensors, its arithmetic, and the arguments that all kernels share."""
+"""The tensors and the arithmetic of a call, and the kernel arguments that follow from them."""
 
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -7,14 +7,15 @@ import torch
 
 from ..dropout import limit_and_scale
 from ..hopper import Matrix, matrix
-from ..launching import Launch, Numbers, lines, unit_to_tell
+from ..launching import Launch, lines, unit_to_tell
+from ..matmul.arithmetic import Constants
 from ..matmul.generic.operands import strides
 from ..tuning import TileConfig, padded_widths
 
 
 @dataclass(frozen=True)
 class Arithmetic:
-    """What is computed, besides the tensors: names and numbers that the kernels of one call share.
+    """Everything but the tensors that the result depends on.
 
     ``input_precision`` goes to every ``tl.dot``; ``accuracy`` is one of ``activations.ACCURACIES``.
     """
@@ -24,13 +25,52 @@ class Arithmetic:
     input_precision: str
     accuracy: str
 
+    @property
+    def constants(self) -> Constants:
+        """What kernels are compiled for."""
+        return Constants(self.activation, self.accuracy, self.input_precision)
+
+    @property
+    def sm90_constants(self) -> Constants:
+        """The same for the sm90 kernels, whose products of narrow operands have a single input precision."""
+        return Constants(self.activation, self.accuracy)
+
     def dropout(self) -> tuple[int, float]:
-        """The limit of what is dropped, and the factor of what is kept."""
+        """(limit, scale): see ``dropout.limit_and_scale``."""
         return limit_and_scale(self.dropout_p)
 
 
+class Strides(NamedTuple):
+    """Those of a kernel's operands; ``rows`` is dy or a residual, ``bias`` has one stride for each bias."""
+
+    x: tuple[int, ...]
+    up: tuple[int, ...]
+    gate: tuple[int, ...]
+    down: tuple[int, ...]
+    bias: tuple[int, ...]
+    rows: tuple[int, ...]
+    results: tuple[int, ...]
+
+
+class Config(NamedTuple):
+    """What a generic kernel is compiled for, besides its tiles: widths, as they are and on chip, and layouts.
+
+    ``even``: the axis that the kernel loops over is a whole number of tiles. ``unit`` is the alignment hint of all
+    operands: see ``tiles.assume_multiple``.
+    """
+
+    k: int
+    o: int
+    block_k: int
+    block_o: int
+    even: bool
+    up_transposed: bool
+    down_transposed: bool
+    unit: int
+
+
 class Matrices(NamedTuple):
-    """The operands of a call as matrices to copy: x, up and gate (alike in their layout), down; dy or a residual."""
+    """The operands as TMA sees them: x, up and gate (of equal layout), down; dy or a residual."""
 
     x: Matrix
     up: Matrix
@@ -46,10 +86,10 @@ class Operands:
 
     Without a batch, all of them lack the axis ``Z``. A batch stride of 0 shares a matrix.
 
-    ``ready`` keeps what the launchers prepare at their first execution for later ones, by the name of each launch;
-    None keeps nothing. It belongs to one prepared call: all executions that share it have operands of the same shapes,
-    strides, dtypes, device and 16-byte alignment, the same configuration and the same options. Only addresses differ,
-    and the value of the seed; which gradients are wanted and how dy lies may differ, too. It keeps no tensor alive.
+    ``ready`` caches what launchers prepare at their first execution, by the name of each launch; None caches nothing.
+    It belongs to one prepared call: all executions that share it have operands of the same shapes, strides, dtypes,
+    device and 16-byte alignment, the same configuration and the same options. Only addresses and the value of the seed
+    differ; which gradients are requested, and the layout of dy, may differ, too. It keeps no tensor alive.
     """
 
     x: torch.Tensor
@@ -76,37 +116,37 @@ class Operands:
         self,
         kernel: Any,
         programs: int,
-        numbers: Numbers,
         tiles: TileConfig,
         even: bool,
         rows: torch.Tensor | None,
-        *free_numbers: int,
+        results: tuple[int, ...],
+        *,
+        further_biases: tuple[int, ...] = (),
+        free_numbers: tuple[int, ...] = (),
     ) -> Launch:
-        """The launch of a generic kernel: its own ``numbers`` are told behind the strides of the operands.
+        """The launch of a generic kernel, whose further strides follow those of the operands: see `Strides`, `Config`.
 
-        ``even`` says that the axis the kernel loops over is a whole number of tiles, ``rows`` is what the kernel reads
-        beside the operands, dy or a residual.
+        ``rows`` is dy or a residual; ``results`` and ``further_biases`` are strides.
         """
-        width, out_width = self.x.shape[-1], self.down.shape[-2]
-        how = self.arithmetic
+        _, length, width, hidden, out_width = self.sizes()
+        bias = (*strides(self.up_bias, 1), *strides(self.gate_bias, 1), *further_biases)
+        operands = [strides(each, 3) for each in (self.x, self.up, self.gate, self.down)]
         return Launch(
             kernel,
             programs,
+            (Strides(*operands, bias, strides(rows, 3), results), hidden),
+            (length, self.arithmetic.dropout(), *free_numbers),
             (
-                *[strides(each, 3) for each in (self.x, self.up, self.gate, self.down)],
-                (*strides(self.up_bias, 1), *strides(self.gate_bias, 1)), *numbers,
-            ),
-            (self.x.shape[-2], how.dropout(), *free_numbers),
-            (
-                tiles.block_m, tiles.block_n, (width, out_width, *padded_widths(width, out_width)), even,
-                how.activation, how.accuracy, how.input_precision, self._units(rows),
+                tiles.block_m, tiles.block_n,
+                Config(width, out_width, *padded_widths(width, out_width), even, *self._layouts(rows)),
+                self.arithmetic.constants,
             ),
             tiles.num_warps,
             tiles.num_stages,
         )  # fmt: skip
 
     def matrices(self, rows: torch.Tensor | None = None) -> Matrices | None:
-        """The operands, and dy or a residual, for the sm90 kernels; None where one does not lie as they need it.
+        """The operands, and dy or a residual, for the sm90 kernels; None if one of them has another layout.
 
         The generic kernels take any strides.
         """
@@ -120,10 +160,10 @@ class Operands:
             return None
         return Matrices(x, up, gate, down, beside)
 
-    def _units(self, rows: torch.Tensor | None) -> tuple[bool, bool, int]:
-        """Whether up and down lie transposed, and in units of how many elements all operands lie (``tiles.in_units``).
+    def _layouts(self, rows: torch.Tensor | None) -> tuple[bool, bool, int]:
+        """Whether up and down are transposed in memory, and the alignment hint.
 
-        1 where Triton knows of itself, where gate does not lie as up does, and where x or ``rows`` lie transposed.
+        The hint is 1 if Triton derives it itself, if gate is not transposed as up is, and if x or ``rows`` is.
         """
         transposed, of_up = lines(self.up)
         down_transposed, of_down = lines(self.down)
@@ -136,7 +176,7 @@ class Operands:
 
 
 def rows_of(tensor: torch.Tensor) -> Matrix | None:
-    """x, dy or a residual ``[Z, M, *]`` as one matrix of rows, every batch entry behind the one before."""
+    """x, dy or a residual ``[Z, M, *]`` as one matrix of rows, with no gap between batch entries; None otherwise."""
     found = matrix(tensor)
     apart = tensor.dim() == 2 or tensor.shape[0] == 1 or (found is not None and found.step == tensor.shape[-2])
     return found if found is not None and apart and not found.transposed else None

@@ -8,41 +8,35 @@ from ..activations import activation_unit, hidden_and_slopes, through_activation
 from ..device import tl, triton
 from ..dropout import keep
 from ..launching import Launch, ceil_div, layout_of, prepared
-from ..matmul.generic.operands import strides
 from ..partials import split_size, summed_over_splits
-from ..tiles import add_product, in_units, load_vector, only_before, product, split_range, store_tile, strides_in_units
+from ..tiles import add_product, assume_multiple, load_vector, only_before, product, split_range, store_tile
 from ..tuning import TileConfig
 from . import sm90
-from .blocks import Operand, load, load_transposed, up_gradient
+from .blocks import load, load_transposed, rows_operand, up_gradient, weights
 from .operands import Operands
 
 
 @triton.jit(do_not_specialize=["M", "dropout", "splits"])
 def _weight_gradient_kernel(
     x_ptr, dy_ptr, up_ptr, gate_ptr, down_ptr, up_bias_ptr, gate_bias_ptr, seed_ptr,
-    d_up_ptr, d_gate_ptr, d_down_ptr, d_up_bias_ptr, d_gate_bias_ptr,
-    x_strides, up_strides, gate_strides, down_strides, bias_strides, dy_strides, gradient_strides, N,
-    M, dropout, splits,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WIDTHS: tl.constexpr, EVEN_M: tl.constexpr,
-    ACTIVATION: tl.constexpr, ACCURACY: tl.constexpr, INPUT_PRECISION: tl.constexpr, LAYOUT: tl.constexpr,
+    d_up_ptr, d_gate_ptr, d_down_ptr, d_up_bias_ptr, d_gate_bias_ptr, strides, N, M, dropout, splits,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CONFIG: tl.constexpr, ARITHMETIC: tl.constexpr,
 ):  # fmt: skip
-    # LAYOUT: whether up and down lie transposed, and in units of how many elements all operands lie (``in_units``).
-    K: tl.constexpr = WIDTHS[0]
-    O: tl.constexpr = WIDTHS[1]
-    BLOCK_K: tl.constexpr = WIDTHS[2]
-    BLOCK_O: tl.constexpr = WIDTHS[3]
-    UNIT: tl.constexpr = LAYOUT[2]
+    K: tl.constexpr = CONFIG.k
+    O: tl.constexpr = CONFIG.o
+    BLOCK_K: tl.constexpr = CONFIG.block_k
+    BLOCK_O: tl.constexpr = CONFIG.block_o
+    EVEN_M: tl.constexpr = CONFIG.even
+    INPUT_PRECISION: tl.constexpr = ARITHMETIC.input_precision
     GATED: tl.constexpr = gate_ptr is not None
     UP: tl.constexpr = (d_up_ptr is not None) or (d_up_bias_ptr is not None)
     GATE: tl.constexpr = (d_gate_ptr is not None) or (d_gate_bias_ptr is not None)
-    # Gradients are dense, one batch entry behind the other, and there once per split; their two inner strides are free.
-    stride_split, stride_d_up_n, stride_d_up_k, stride_d_down_o, stride_d_down_n = gradient_strides
-    N = in_units(N, UNIT)
-    x = Operand(x_ptr, *strides_in_units(x_strides, False, UNIT), rows=M, inner=K)
-    dy = Operand(dy_ptr, *strides_in_units(dy_strides, False, UNIT), rows=M, inner=O)
-    up = Operand(up_ptr, *strides_in_units(up_strides, LAYOUT[0], UNIT), rows=N, inner=K)
-    gate = Operand(gate_ptr, *strides_in_units(gate_strides, LAYOUT[0], UNIT), rows=N, inner=K)
-    down = Operand(down_ptr, *strides_in_units(down_strides, LAYOUT[1], UNIT), rows=O, inner=N)
+    # Gradients are dense, one batch entry after another, once per split; the two strides within an entry are free.
+    stride_split, stride_d_up_n, stride_d_up_k, stride_d_down_o, stride_d_down_n = strides.results
+    N = assume_multiple(N, CONFIG.unit)
+    x = rows_operand(x_ptr, strides.x, M, K, CONFIG)
+    dy = rows_operand(dy_ptr, strides.rows, M, O, CONFIG)
+    up, gate, down = weights(up_ptr, gate_ptr, down_ptr, strides, N, CONFIG)
     drop_limit, keep_scale = dropout
     zero = keep_scale - keep_scale
     program = tl.program_id(0)
@@ -55,11 +49,11 @@ def _weight_gradient_kernel(
     # The weights of this program's columns stay on chip; x and dy stream by.
     up_tile = load(up, batch, cols, inner)
     if up_bias_ptr is not None:
-        up_bias = load_vector(up_bias_ptr, cols, bias_strides[0], N)[:, None]
+        up_bias = load_vector(up_bias_ptr, cols, strides.bias[0], N)[:, None]
     if GATED:
         gate_tile = load(gate, batch, cols, inner)
         if gate_bias_ptr is not None:
-            gate_bias = load_vector(gate_bias_ptr, cols, bias_strides[1], N)[:, None]
+            gate_bias = load_vector(gate_bias_ptr, cols, strides.bias[1], N)[:, None]
     if UP or GATE:
         down_tile = load_transposed(down, batch, cols, outer)
     d_up = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
@@ -81,7 +75,7 @@ def _weight_gradient_kernel(
             z_gate = product(gate_tile, x_tile.T, INPUT_PRECISION)
             if gate_bias_ptr is not None:
                 z_gate += gate_bias
-        hidden, slope, gate_slope = hidden_and_slopes(z, z_gate, GATED, ACTIVATION, ACCURACY)
+        hidden, slope, gate_slope = hidden_and_slopes(z, z_gate, GATED, ARITHMETIC)
         if seed_ptr is not None:
             kept = keep(tl.load(seed_ptr), rows.to(tl.int64)[None, :], cols.to(tl.int64)[:, None], drop_limit)
             kept = kept * keep_scale
@@ -95,19 +89,20 @@ def _weight_gradient_kernel(
             if seed_ptr is not None:
                 d_hidden = d_hidden * kept
         if UP:
-            dz = only_before(up_gradient(d_hidden, slope, z, GATED, ACTIVATION), rows, M, EVEN_M)
+            dz = only_before(up_gradient(d_hidden, slope, z, GATED, ARITHMETIC.activation), rows, M, EVEN_M)
             if d_up_ptr is not None:
                 d_up = add_product(d_up, dz.to(x_tile.dtype), x_tile, zero, INPUT_PRECISION)
             if d_up_bias_ptr is not None:
                 d_up_bias += tl.sum(dz, 1)
         if GATE:
-            dz_gate = only_before(through_activation(d_hidden, gate_slope, z_gate, ACTIVATION), rows, M, EVEN_M)
+            dz_gate = through_activation(d_hidden, gate_slope, z_gate, ARITHMETIC.activation)
+            dz_gate = only_before(dz_gate, rows, M, EVEN_M)
             if d_gate_ptr is not None:
                 d_gate = add_product(d_gate, dz_gate.to(x_tile.dtype), x_tile, zero, INPUT_PRECISION)
             if d_gate_bias_ptr is not None:
                 d_gate_bias += tl.sum(dz_gate, 1)
 
-    unit = activation_unit(ACTIVATION, ACCURACY)
+    unit = activation_unit(ARITHMETIC.activation, ARITHMETIC.accuracy)
     d_up_bias *= unit
     d_gate_bias *= unit
     partial = split.to(tl.int64) * stride_split
@@ -127,7 +122,7 @@ def _weight_gradient_kernel(
 
 
 class WeightGradients(NamedTuple):
-    """What the weight-gradient kernel is asked for (bools) or has returned (tensors or None), by name."""
+    """Which gradients are requested (bools), or the gradients (tensors or None)."""
 
     up: Any = None
     gate: Any = None
@@ -136,7 +131,7 @@ class WeightGradients(NamedTuple):
     gate_bias: Any = None
 
 
-# Which gradients each launch yields, by the number of launches.
+# Which gradients each launch computes, by the number of launches.
 _PASSES: dict[int, tuple[tuple[str, ...], ...]] = {
     1: (WeightGradients._fields,),
     2: (("down",), ("up", "gate", "up_bias", "gate_bias")),
@@ -155,10 +150,9 @@ def weight_gradients(
 ) -> WeightGradients:
     """The wanted gradients, contiguous: up and gate ``[Z, N, K]``, down ``[Z, O, N]``, biases ``[Z, N]``.
 
-    Operands without a batch give gradients without one.
-
-    ``transposed`` gives the matrices the layout of a batched GEMM-GEMM's operands: ``[Z, K, N]`` and ``[Z, N, O]``.
-    Where the accumulators of all of them exceed the registers, several launches share them out.
+    Gradients of operands without a batch have none. ``transposed`` matrices have the layout of a batched GEMM-GEMM's
+    operands: ``[Z, K, N]`` and ``[Z, N, O]``. If the accumulators of all gradients exceed the registers, several
+    launches compute some of them each.
     """
     name = ("weight gradients", *wanted, *layout_of(dy))
     shapes, passes, ready = prepared(operands.ready, name, _prepare, operands, dy, wanted, splits, tiles, transposed)
@@ -186,13 +180,13 @@ def gradient_shapes(operands: Operands, wanted: WeightGradients, transposed: boo
 def _prepare(
     operands: Operands, dy: torch.Tensor, wanted: WeightGradients, splits: int, tiles: TileConfig, transposed: bool
 ) -> tuple[Shapes, list[tuple[Launch, tuple[bool, ...]]], dict[Any, Any]]:
-    """What all executions of one prepared call share: the gradients' shapes, and which ones each launch yields."""
+    """The gradients' shapes, each launch with the gradients it computes, and the cache of their reduction's launch."""
     batch, rows, width, hidden, out_width = operands.sizes()
     shapes = gradient_shapes(operands, wanted, transposed)
     size = split_size(shapes, splits)
     programs = batch * ceil_div(hidden, tiles.block_n) * splits
     inner_strides = (1, hidden, 1, out_width) if transposed else (width, 1, hidden, 1)
-    # Few splits mean few rows: one variant less to compile.
+    # A single split has few rows: treating them as ragged saves a compiled variant.
     even = splits > 1 and rows % tiles.block_m == 0
     config = tiles.sm90
     matrices = None if config is None else operands.matrices(dy)
@@ -202,8 +196,10 @@ def _prepare(
         if not any(yields):
             continue
         if config is None or matrices is None:
-            numbers = (strides(dy, 3), (size, *inner_strides), hidden)
-            launch = operands.launch(_weight_gradient_kernel, programs, numbers, tiles, even, dy, splits)
+            results = (size, *inner_strides)
+            launch = operands.launch(
+                _weight_gradient_kernel, programs, tiles, even, dy, results, free_numbers=(splits,)
+            )  # fmt: skip
         else:
             launch = sm90.prepare_weight_gradient(operands, matrices, size, transposed, splits, config)
         passes.append((launch, yields))

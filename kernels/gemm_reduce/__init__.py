@@ -6,14 +6,14 @@ One orientation serves a reduction over the rows and over the columns of a produ
     D[z,p]   = ⊕_r C[z,p,r]        ⊕ in sum, mean, max, min, absmax, sumsq, logsumexp
 
 Shapes: kept [Z, P, K], reduced [Z, R, K] or packed [T, K], D [Z, P]; a mask [Z, R], lengths [Z] or, for packed rows,
-offsets [Z + 1] say which r take part. Where a row does not take part it counts as the operation's identity (0, -inf,
-+inf); mean divides by the number of those that do.
+offsets [Z + 1] say which r are reduced. The others count as the operation's identity (0, -inf, +inf); mean divides by
+the number of reduced rows.
 
-The reduced axis is the column axis of every tile, so that a reduction stays inside a group of warps. Where the tiles of
-the kept axis do not fill the device the reduced axis is split; float32 partials are combined in a fixed order.
-Of equal values the first index wins, and the first NaN wins over everything, as in torch.max.
-``reduction.py`` has what becomes of a tile, for the generic and the sm90 kernel alike. Gradients are described in
-``backward.py``; ``one_pass.py`` computes both at once where few rows are kept.
+The reduced axis is the column axis of every tile, so that a reduction stays inside a warp group. If the tiles of the
+kept axis do not fill the device, the reduced axis is split; float32 partials are combined in a fixed order. Of equal
+values the first index wins, and the first NaN wins over everything, as in torch.max. ``reduction.py`` is the epilogue
+of both the generic and the sm90 kernel. ``backward.py`` describes the gradients; ``one_pass.py`` computes both at once
+if few rows are kept.
 """
 
 from .backward import kept_gradient, reduced_gradient, route

@@ -1,4 +1,4 @@
-"""Forward: the reduction of a product, each tile of which lives in registers until it is reduced."""
+"""Forward: the reduction of a product, each tile of which is reduced in registers and never stored."""
 
 import torch
 from torch import Tensor
@@ -6,13 +6,12 @@ from torch import Tensor
 from ..activations import activate
 from ..device import tl, triton
 from ..launching import Launch, ceil_div, prepared
-from ..matmul.arithmetic import Arithmetic
 from ..matmul.generic.operands import Bias, Operand, strides
 from ..tiles import split_range, store_tile
 from ..tuning import ReduceConfig
 from . import sm90
-from .operands import ReduceOperands, add_biases, entry_rows, exponential, operand_in_units, scores
-from .reduction import Results, State, finished, finite, larger, nothing, reduce_tile, store_state, summed, wins
+from .operands import ReduceOperands, add_biases, aligned_operand, entry_rows, exponential, scores
+from .reduction import Results, State, finite, identity, larger, reduce_tile, result_of, store_state, summed, wins
 
 _COMBINED = 128  # elements of the result that one program combines from their partials
 
@@ -21,47 +20,46 @@ _COMBINED = 128  # elements of the result that one program combines from their p
 def _reduce_kernel(
     kept_ptr, reduced_ptr, kept_bias_ptr, reduced_bias_ptr, mask_ptr, lengths_ptr, offsets_ptr,
     counts_ptr, values_ptr, index_ptr, sums_ptr, product_ptr,
-    kept_strides, reduced_strides, bias_strides, mask_strides, entry_strides, product_strides,
-    stride_split, P, R, splits, zero,
+    strides, product_strides, stride_split, P, R, splits, zero,
     OP: tl.constexpr, K: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr,
-    EVEN: tl.constexpr, END: tl.constexpr, LAYOUTS: tl.constexpr, ARITHMETIC: tl.constexpr,
+    EVEN: tl.constexpr, OUTPUT: tl.constexpr, LAYOUTS: tl.constexpr, ARITHMETIC: tl.constexpr,
 ):  # fmt: skip
-    ACTIVATION: tl.constexpr = ARITHMETIC[0]
-    ACCURACY: tl.constexpr = ARITHMETIC[1]
-    INPUT_PRECISION: tl.constexpr = ARITHMETIC[2]
-    stride_kz, stride_kp, stride_kk, P = operand_in_units(kept_strides, P, LAYOUTS[0], LAYOUTS[1])
-    stride_rz, stride_rr, stride_rk, R = operand_in_units(reduced_strides, R, LAYOUTS[2], LAYOUTS[3])
+    stride_kz, stride_kp, stride_kk, P = aligned_operand(strides.kept, P, LAYOUTS.kept_transposed, LAYOUTS.kept_unit)
+    stride_rz, stride_rr, stride_rk, R = aligned_operand(
+        strides.reduced, R, LAYOUTS.reduced_transposed, LAYOUTS.reduced_unit
+    )  # fmt: skip
     program = tl.program_id(0)
     tiles = tl.cdiv(P, BLOCK_P)
     split = program % splits
     batch = (program // splits // tiles).to(tl.int64)
     rows = (program // splits % tiles) * BLOCK_P + tl.arange(0, BLOCK_P)
-    first_row, taking_rows, entry = entry_rows(batch, lengths_ptr, offsets_ptr, entry_strides, R)
-    end = taking_rows
+    first_row, active_rows, entry = entry_rows(batch, lengths_ptr, offsets_ptr, strides.entries, R)
+    end = active_rows
     if product_ptr is not None:
-        end = entry  # the product has all columns, also those that do not take part
+        end = entry  # the product has all columns, inactive ones too
     kept = Operand(kept_ptr + batch * stride_kz, 0, stride_kp, stride_kk, P, K)
     reduced = Operand(reduced_ptr + batch * stride_rz + first_row * stride_rr, 0, stride_rr, stride_rk, entry, K)
-    kept_bias = Bias(kept_bias_ptr, 0, bias_strides[0], P)
-    reduced_bias = Bias(reduced_bias_ptr, 0, bias_strides[1], entry)
+    kept_bias = Bias(kept_bias_ptr, 0, strides.bias[0], P)
+    reduced_bias = Bias(reduced_bias_ptr, 0, strides.bias[1], entry)
     start, stop = split_range(split, end, splits, BLOCK_R)
     zeros = tl.zeros([BLOCK_P], tl.float32)
-    state = State(tl.full([BLOCK_P], nothing(OP), tl.float32), zeros, tl.zeros([BLOCK_P], tl.int32) + start)
+    state = State(tl.full([BLOCK_P], identity(OP), tl.float32), zeros, tl.zeros([BLOCK_P], tl.int32) + start)
     for r in tl.range(start, stop, BLOCK_R):
         cols = r + tl.arange(0, BLOCK_R)
-        c = scores(kept, reduced, rows, cols, zero, K, BLOCK_K, EVEN[0], EVEN[1], INPUT_PRECISION)
+        c = scores(kept, reduced, rows, cols, zero, K, BLOCK_K, EVEN[0], EVEN[1], ARITHMETIC.input_precision)
         c = add_biases(c, rows, cols, kept_bias, reduced_bias)
-        if ACTIVATION != "identity":
-            c, _ = activate(c, ACTIVATION, ACCURACY)
+        if ARITHMETIC.activation != "identity":
+            c, _ = activate(c, ARITHMETIC.activation, ARITHMETIC.accuracy)
         if product_ptr is not None:
             stride_cz, stride_cp, stride_cr = product_strides
             store_tile(product_ptr + batch * stride_cz, c, rows, cols, stride_cp, stride_cr, P, entry)
         state = reduce_tile(
-            c, state, cols, batch, taking_rows, not EVEN[1], mask_ptr, mask_strides, OP, index_ptr is not None, ACCURACY
-        )
+            c, state, cols, batch, active_rows, not EVEN[1], mask_ptr, strides.mask, OP, index_ptr is not None,
+            ARITHMETIC.accuracy,
+        )  # fmt: skip
     at = split.to(tl.int64) * stride_split + batch * P + rows
     results = Results(values_ptr, index_ptr, sums_ptr, counts_ptr)
-    store_state(state, results, at, rows < P, batch, OP, END)
+    store_state(state, results, at, rows < P, batch, OP, OUTPUT)
 
 
 @triton.jit(do_not_specialize=["P", "total", "splits"])
@@ -70,7 +68,7 @@ def _combine_kernel(
     P, total, splits,
     OP: tl.constexpr, BLOCK: tl.constexpr, ACCURACY: tl.constexpr,
 ):  # fmt: skip
-    # Partials lie as [splits, total]: one split after the other, always in the same order.
+    # Partials are [splits, total], combined in a fixed order.
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < total
     value = tl.load(values_ptr + at, mask=inside, other=0.0)
@@ -98,9 +96,9 @@ def _combine_kernel(
     divisor = 1.0
     if OP == "mean":
         divisor = tl.load(counts_ptr + at // P, mask=inside, other=1.0)
-    result = finished(value, exponentials, divisor, OP)
+    result = result_of(value, exponentials, divisor, OP)
     if shares_ptr is not None:
-        # Where D is not finite neither are the shares, in the way of exp(C - D).
+        # If D is not finite, the shares are not either, as exp(C - D).
         shared = tl.abs(result) < float("inf")
         tl.store(shares_ptr + at, tl.where(shared, value, result), mask=inside)
         tl.store(shares_ptr + total + at, tl.where(shared, exponentials, 1.0), mask=inside)
@@ -120,13 +118,13 @@ def reduce(
     product: Tensor | None = None,
     shares: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """(values ``[Z, P]`` in ``out_dtype``, int32 indices ``[Z, P]`` if asked for), both contiguous.
+    """(values ``[Z, P]`` in ``out_dtype``, int32 indices ``[Z, P]`` if requested), both contiguous.
 
-    An index counts from the first row of its entry, taking part or not; where none takes part it is 0.
+    An index counts all rows of its entry, active or not; it is 0 if none is active.
 
-    ``atomic`` adds the float32 sums of the splits in whatever order they arrive. ``product``, ``[Z, P, R]`` of any
-    strides, is filled with C. ``shares``, float32 ``[2, Z, P]``, is filled with the largest C and the sum of
-    exponentials relative to it, of which D is the logarithm before it is rounded: for logsumexp.
+    ``atomic`` adds the float32 sums of the splits in any order. ``product``, ``[Z, P, R]`` of any strides, is filled
+    with C. For logsumexp, ``shares``, float32 ``[2, Z, P]``, is filled with the largest C and the sum of exponentials
+    relative to it, from which D follows without rounding.
     """
     arithmetic, like = operands.arithmetic, operands.kept
     shape = like.shape[:2]
@@ -151,7 +149,7 @@ def reduce(
 def _prepare(
     operands: ReduceOperands, splits: int, tiles: ReduceConfig, atomic: bool, product: Tensor | None, in_shares: bool
 ) -> tuple[Launch, Launch | None]:
-    """The launch, and the one that makes the results from the partials of all splits, if there are some."""
+    """The launch, and the one that combines the partials of all splits, if there are any."""
     batch, kept, reduced, width = operands.sizes()
     arithmetic, count = operands.arithmetic, batch * kept
     combine = None
@@ -167,17 +165,17 @@ def _prepare(
         matrices = sm90.takes(operands, tiles.sm90)
         if matrices is not None:
             return sm90.prepare_reduce(operands, matrices, splits, tiles.sm90), combine
-    end = "atomic" if atomic else "result" if combine is None else "partial"
-    # Split or of lengths of its own, an entry ends anywhere; with splits one variant less is compiled, too.
+    output = "atomic" if atomic else "result" if combine is None else "partial"
+    # Ragged or split entries may end inside a block; not compiling an even variant for splits saves one.
     even = operands.whole and splits == 1 and reduced % tiles.block_r == 0
     launch = Launch(
         _reduce_kernel,
         batch * ceil_div(kept, tiles.block_p) * splits,
-        (*operands.strides(), strides(product, 3)),
+        (operands.strides(), strides(product, 3)),
         (0 if combine is None else count, kept, reduced, splits, 0.0),
         (
             arithmetic.op, width, tiles.block_p, tiles.block_r, tiles.block_k, (kept % tiles.block_p == 0, even),
-            end, operands.units(), Arithmetic.of(arithmetic).constants,
+            output, operands.layouts(), arithmetic.constants,
         ),
         tiles.num_warps,
         tiles.num_stages,

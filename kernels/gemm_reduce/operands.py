@@ -1,51 +1,74 @@
-"""What a call of these kernels is made of: its tensors, its arithmetic, and the arguments that all kernels share."""
+"""The tensors and the arithmetic of a call, the kernel arguments that follow from them, and shared device functions."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from ..activations import activate, exact_exp, through_activation
 from ..device import tl, triton
 from ..launching import lines, vector_unit
+from ..matmul.arithmetic import Constants
 from ..matmul.generic.epilogues import add_bias
 from ..matmul.generic.operands import strides
-from ..tiles import add_product, in_units, load_tile, load_vector, product, strides_in_units
+from ..tiles import add_product, assume_aligned, assume_multiple, load_tile, load_vector, product
 
 OPERATIONS = ("sum", "mean", "max", "min", "absmax", "sumsq", "logsumexp")
 
 
+class Strides(NamedTuple):
+    """Those of the operands; ``bias`` of kept_bias and reduced_bias, ``entries`` of lengths and offsets."""
+
+    kept: tuple[int, ...]
+    reduced: tuple[int, ...]
+    bias: tuple[int, ...]
+    mask: tuple[int, ...]
+    entries: tuple[int, ...]
+
+
+class Layouts(NamedTuple):
+    """Whether kept and reduced are transposed in memory, and their alignment hints: see ``tiles.assume_multiple``."""
+
+    kept_transposed: bool
+    kept_unit: int
+    reduced_transposed: bool
+    reduced_unit: int
+
+
 @triton.jit
-def operand_in_units(strides, rows, TRANSPOSED: tl.constexpr, UNIT: tl.constexpr):
-    """The strides of an operand, and its number of rows, as :meth:`ReduceOperands.units` describes them."""
-    stride_z, stride_row, stride_col = strides_in_units(strides, TRANSPOSED, UNIT)
+def aligned_operand(strides, rows, TRANSPOSED: tl.constexpr, UNIT: tl.constexpr):
+    """(the strides of an operand, its number of rows) with the hints of :class:`Layouts`."""
+    stride_z, stride_row, stride_col = assume_aligned(strides, TRANSPOSED, UNIT)
     if TRANSPOSED:
-        rows = in_units(rows, UNIT)
+        rows = assume_multiple(rows, UNIT)
     return stride_z, stride_row, stride_col, rows
 
 
 @triton.jit
 def entry_rows(batch, lengths_ptr, offsets_ptr, strides, R):
-    """(first row in memory, rows that may take part, rows there are) of the reduced side of one batch entry."""
+    """(first row in memory, active rows, all rows) of the reduced side of one batch entry.
+
+    Rows past the length of an entry are not active: no reduction includes them.
+    """
     if offsets_ptr is not None:
         first = tl.load(offsets_ptr + batch * strides[1]).to(tl.int64)
         rows = (tl.load(offsets_ptr + (batch + 1) * strides[1]).to(tl.int64) - first).to(tl.int32)
     else:
         first = batch * 0
         rows = R
-    taking = rows
+    active = rows
     if lengths_ptr is not None:
-        taking = tl.minimum(tl.load(lengths_ptr + batch * strides[0]).to(tl.int32), taking)
-    return first, taking, rows
+        active = tl.minimum(tl.load(lengths_ptr + batch * strides[0]).to(tl.int32), active)
+    return first, active, rows
 
 
 @triton.jit
-def let_in(mask_ptr, strides, batch, rows, taking):
-    """Which of the reduced rows ``taking`` part the mask lets in; all of them without a mask."""
+def unmasked(mask_ptr, strides, batch, rows, active):
+    """Which of the ``active`` reduced rows the mask includes; all of them without a mask."""
     if mask_ptr is not None:
         at = mask_ptr + batch.to(tl.int64) * strides[0] + rows.to(tl.int64) * strides[1]
-        taking = tl.load(at, mask=taking, other=0) != 0
-    return taking
+        active = tl.load(at, mask=active, other=0) != 0
+    return active
 
 
 @triton.jit
@@ -53,10 +76,10 @@ def scores(
     left, right, rows, cols, zero, K: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_ROWS: tl.constexpr,
     EVEN_COLS: tl.constexpr, INPUT_PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The tile of products of rows of two matrices in float32, ``BLOCK_K`` of their inner dimension at once.
+    """The tile of products of rows of two matrices in float32, in steps of ``BLOCK_K`` of their inner dimension.
 
-    Of float32 it takes 32, as the forward pass does: exponentials and slopes of a product that was rounded in another
-    order would not be those of the result.
+    float32 operands take steps of 32 in every pass: exponentials and slopes of a product that is summed in another
+    order would differ from those of the forward pass.
     """
     SINGLE: tl.constexpr = left.ptr.dtype.element_ty == tl.float32
     STEP: tl.constexpr = 32 if SINGLE and BLOCK_K > 32 and K > BLOCK_K else BLOCK_K
@@ -84,28 +107,28 @@ def exponential(x, ACCURACY: tl.constexpr):
 
 @triton.jit
 def of_kept_rows(ptr, first, rows, P, AXIS: tl.constexpr):
-    """Numbers of some kept rows, of an entry that begins at ``first``; they broadcast along ``AXIS`` of a tile."""
+    """Values of some kept rows of the entry that begins at ``first``; they broadcast along ``AXIS`` of a tile."""
     return tl.expand_dims(tl.load(ptr + first + rows, mask=rows < P, other=0.0), AXIS)
 
 
 @triton.jit
-def gradient_weights(z, g, result, OP: tl.constexpr, ACTIVATION: tl.constexpr, ACCURACY: tl.constexpr):
+def gradient_weights(z, g, result, OP: tl.constexpr, ARITHMETIC: tl.constexpr):
     """W of ``backward``, from a tile of the product with its biases; ``g`` and ``result`` broadcast to it."""
-    c, slope = activate(z, ACTIVATION, ACCURACY)
+    c, slope = activate(z, ARITHMETIC.activation, ARITHMETIC.accuracy)
     if OP == "logsumexp":
-        w = g * exponential(c - result, ACCURACY)
+        w = g * exponential(c - result, ARITHMETIC.accuracy)
     elif OP == "sumsq":
         w = g * (2.0 * c)
     else:
         w = tl.zeros(z.shape, tl.float32) + g
-    if ACTIVATION != "identity":
-        w = through_activation(w, slope, z, ACTIVATION)
+    if ARITHMETIC.activation != "identity":
+        w = through_activation(w, slope, z, ARITHMETIC.activation)
     return w
 
 
 @triton.jit
 def add_biases(z, rows, cols, row_bias, col_bias):
-    """``z`` with the biases that there are, of its rows and of its columns."""
+    """``z`` plus the biases of its rows and of its columns, if there are any."""
     if row_bias.ptr is not None:
         z += load_vector(row_bias.ptr, rows, row_bias.stride, row_bias.columns)[:, None]
     return add_bias(z, col_bias, 0, cols)
@@ -113,7 +136,7 @@ def add_biases(z, rows, cols, row_bias, col_bias):
 
 @dataclass(frozen=True)
 class ReduceArithmetic:
-    """What is computed, besides the tensors: names that the kernels of one call share.
+    """Everything but the tensors that the result depends on.
 
     ``op`` is one of ``OPERATIONS``, ``activation`` one of ``activations.ACTIVATIONS``; ``input_precision`` goes to
     every ``tl.dot``; ``accuracy`` is "exact" or "half" (a sum of many values would show the errors of "coarse").
@@ -123,6 +146,11 @@ class ReduceArithmetic:
     activation: str
     input_precision: str
     accuracy: str
+
+    @property
+    def constants(self) -> Constants:
+        """What kernels are compiled for, besides ``op``."""
+        return Constants(self.activation, self.accuracy, self.input_precision)
 
 
 # Not frozen: to set the fields of a frozen one takes three times as long, in every call.
@@ -154,7 +182,7 @@ class ReduceOperands:
 
     @property
     def whole(self) -> bool:
-        """Whether every batch entry has all R rows in its loop: no lengths, no packed rows."""
+        """Whether all R rows of every batch entry are active: no lengths, no packed rows."""
         return self.lengths is None and self.offsets is None
 
     def pointers(self) -> tuple[torch.Tensor | None, ...]:
@@ -162,27 +190,27 @@ class ReduceOperands:
         mask = None if self.mask is None else self.mask.view(torch.uint8)
         return self.kept, self.reduced, self.kept_bias, self.reduced_bias, mask, self.lengths, self.offsets
 
-    def strides(self) -> tuple[tuple[int, ...], ...]:
-        """Strides of kept, reduced, biases, the mask, lengths and offsets, in the order of the kernels' signatures."""
+    def strides(self) -> Strides:
+        """The strides of all operands."""
         biases = strides(self.kept_bias, 1) + strides(self.reduced_bias, 1)
         entries = strides(self.lengths, 1) + strides(self.offsets, 1)
-        return self.kept.stride(), strides(self.reduced, 3), biases, strides(self.mask, 2), entries
+        return Strides(self.kept.stride(), strides(self.reduced, 3), biases, strides(self.mask, 2), entries)
 
-    def units(self) -> tuple[bool, int, bool, int]:
-        """Whether kept lies transposed in memory, and in units of how many elements (``tiles.in_units``); the same of
-        reduced."""
+    def layouts(self) -> Layouts:
+        """The layouts of kept and reduced."""
         (kept_transposed, kept_sizes), (transposed, sizes) = lines(self.kept), lines(self.reduced)
-        return kept_transposed, vector_unit(self.kept, *kept_sizes), transposed, vector_unit(self.reduced, *sizes)
+        units = vector_unit(self.kept, *kept_sizes), vector_unit(self.reduced, *sizes)
+        return Layouts(kept_transposed, units[0], transposed, units[1])
 
     def taking(self) -> torch.Tensor | None:
-        """Which rows take part, bool ``[Z, R]``, or None where all of them do; not of packed rows."""
+        """Which rows are reduced, bool ``[Z, R]``, or None if all of them are; not for packed rows."""
         if self.lengths is None:
             return self.mask
         within = torch.arange(self.reduced.shape[-2], device=self.kept.device) < self.lengths.unsqueeze(-1)
         return within if self.mask is None else within & self.mask
 
     def counts(self) -> torch.Tensor:
-        """How many rows take part in each entry, float32 ``[Z]``: what mean divides by."""
+        """How many rows of each entry are reduced, float32 ``[Z]``: mean divides by it."""
         batch, _, reduced, _ = self.sizes()
         if self.mask is not None and (taking := self.taking()) is not None:
             return taking.sum(-1, dtype=torch.float32)

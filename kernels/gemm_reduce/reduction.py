@@ -1,31 +1,31 @@
-"""What becomes of a tile of the product in registers, whichever kernel has computed it.
+"""The epilogue of the generic and the sm90 kernel: the reduction of a tile of the product in registers.
 
-The state of a row is a value, which is a sum or the largest so far; of a logsumexp the sum of exponentials relative to
-that; and the index where the value was found.
+The state of a row is a value, which is a sum or the largest so far; for logsumexp the sum of exponentials relative to
+that; and the index of the value.
 """
 
 from collections import namedtuple
 
 from ..device import tl, triton
-from .operands import exponential, let_in
+from .operands import exponential, unmasked
 
-_NOWHERE = tl.constexpr(2**31 - 1)  # behind every column
+_NOWHERE = tl.constexpr(2**31 - 1)  # past every column
 _LOG2E = tl.constexpr(1.4426950408889634)
-# Of some rows, in registers: all numbers but the indices are float32.
+# The state of some rows, in registers: float32, but for the indices.
 State = namedtuple("State", "value exponentials index")
-# Where states go: values, indices and sums of exponentials, or None; and what mean divides by, for each batch entry.
+# Where states are stored: values, indices and sums of exponentials, or None; and the divisors of mean, one per entry.
 Results = namedtuple("Results", "values_ptr index_ptr sums_ptr counts_ptr")
 
 
 @triton.constexpr_function
 def summed(op: str) -> bool:
-    """Whether the value is a sum; else the kernels maximise: for a minimum, what is negated."""
+    """Whether the value is a sum; otherwise it is a maximum, for min that of the negated product."""
     return op in ("sum", "mean", "sumsq")
 
 
 @triton.constexpr_function
-def nothing(op: str) -> float:
-    """The value of no columns, which those that do not take part count as."""
+def identity(op: str) -> float:
+    """The identity of the reduction, which stands for columns that are not reduced."""
     return 0.0 if op in ("sum", "mean", "sumsq") else float("-inf")
 
 
@@ -61,9 +61,9 @@ def reduce_tile(
     c, state, cols, batch, end, ragged, mask_ptr, mask_strides, OP: tl.constexpr, INDEXED: tl.constexpr,
     ACCURACY: tl.constexpr,
 ):  # fmt: skip
-    """The state after the columns of ``c``: those before ``end``, where a tile is ``ragged``, which the mask lets in.
+    """The state after the columns of ``c``; a ``ragged`` tile may extend past ``end``, and the mask excludes columns.
 
-    ``ACCURACY`` is that of ``exponential``, or "hardware": what takes one instruction.
+    ``ACCURACY`` is that of ``exponential``, or "hardware": one instruction.
     """
     value, exponentials, index = state
     if OP == "min":
@@ -72,12 +72,12 @@ def reduce_tile(
         c = tl.abs(c)
     elif OP == "sumsq":
         c = c * c
-    NOTHING: tl.constexpr = nothing(OP)
+    IDENTITY: tl.constexpr = identity(OP)
     if mask_ptr is not None:
-        taking = let_in(mask_ptr, mask_strides, batch, cols, cols < end)
-        c = tl.where(tl.expand_dims(taking, 0), c, NOTHING)
+        included = unmasked(mask_ptr, mask_strides, batch, cols, cols < end)
+        c = tl.where(tl.expand_dims(included, 0), c, IDENTITY)
     elif ragged:
-        c = tl.where(tl.expand_dims(cols < end, 0), c, NOTHING)
+        c = tl.where(tl.expand_dims(cols < end, 0), c, IDENTITY)
     if summed(OP):
         value += tl.sum(c, 1)
     else:
@@ -87,7 +87,7 @@ def reduce_tile(
             shift = finite(best)
             if ACCURACY == "hardware":
                 terms = _fast_exp2(c * _LOG2E - tl.expand_dims(shift * _LOG2E, 1))
-                # Nothing was summed yet where the largest is -inf: a factor of inf would make it NaN.
+                # Where the maximum is -inf nothing was summed yet: a factor of inf would give NaN.
                 factor = tl.where(value == float("-inf"), 0.0, _fast_exp2((finite(value) - shift) * _LOG2E))
             else:
                 terms = exponential(c - tl.expand_dims(shift, 1), ACCURACY)
@@ -96,9 +96,9 @@ def reduce_tile(
             value = best
         else:
             if INDEXED:
-                # NaN wins: a row that contains NaN has the index of its first NaN, any other that of its maximum.
+                # NaN wins: a row that contains NaN has the index of its first NaN.
                 hit = (c == tl.expand_dims(highest, 1)) | (c != c)
-                # Infinitely small, a column past the end is found where all others are so too: never before them.
+                # A column past the end is -inf: it is found only if all others are, and never before them.
                 found = tl.reduce(tl.where(hit, tl.expand_dims(cols, 0), _NOWHERE), 1, _earlier)
                 index = tl.where(wins(highest, value), found, index)
             value = larger(value, highest)
@@ -106,8 +106,8 @@ def reduce_tile(
 
 
 @triton.jit
-def finished(value, exponentials, divisor, OP: tl.constexpr):
-    """D of a complete state; mean divides by ``divisor``."""
+def result_of(value, exponentials, divisor, OP: tl.constexpr):
+    """D from a complete state; mean divides by ``divisor``."""
     if OP == "mean":
         value = tl.div_rn(value, divisor)
     elif OP == "min":
@@ -118,17 +118,17 @@ def finished(value, exponentials, divisor, OP: tl.constexpr):
 
 
 @triton.jit
-def store_state(state, results, at, inside, batch, OP: tl.constexpr, END: tl.constexpr):
-    """Stores D, or of one split its state; ``END`` is that of ``matmul.generic.epilogues.finish``."""
+def store_state(state, results, at, inside, batch, OP: tl.constexpr, OUTPUT: tl.constexpr):
+    """Store D, or the state of one split; ``OUTPUT`` is that of ``matmul.generic.epilogues.store_product``."""
     value, exponentials, index = state
-    if END != "partial":
+    if OUTPUT != "partial":
         divisor = 1.0
         if OP == "mean":
             divisor = tl.load(results.counts_ptr + batch)
-        value = finished(value, exponentials, divisor, OP)
+        value = result_of(value, exponentials, divisor, OP)
     elif OP == "logsumexp":
         tl.store(results.sums_ptr + at, exponentials, mask=inside)
-    if END == "atomic":
+    if OUTPUT == "atomic":
         tl.atomic_add(results.values_ptr + at, value, mask=inside)
     else:
         tl.store(results.values_ptr + at, value.to(results.values_ptr.dtype.element_ty), mask=inside)

@@ -1,6 +1,6 @@
 """Experts: the FFN of a Transformer over rows that are sorted by expert.
 
-    xs = x[slots / k]                                 the rows of all experts, behind one another
+    xs = x[slots / k]                                 the rows of all experts, one expert after another
     Z = xs W_upᵀ + b_up,  G = xs W_gateᵀ + b_gate     (gated)
     H = act(Z), gated act(G) ⊙ Z
     ys = H W_downᵀ + b_down,  y[m] = Σ_j w[m, j] ys[row of (m, j)]
@@ -12,9 +12,9 @@
     dW_up = dZᵀ xs,  dW_gate = dGᵀ xs,  dW_down = dysᵀ (w ⊙ H),  db_up = Σ dZ,  db_down = Σ w dys    of each expert
 
 Shapes: x [M, K], xs [P, K], w [M, k], W_up and W_gate [E, N, K], W_down [E, K, N], Z, G and H [P, N]. Every W and b is
-that of the row's expert. ``sorting`` says what the P rows are: every expert's begin at a multiple of a block, and the
-padding between is 0 in xs, dys, dZ, dG and w ⊙ H, so that sums over an expert's rows need no masks. No atomics,
-and nothing is copied to the host: the same bits every time, in a CUDA graph for any routing.
+that of the row's expert. ``sorting`` defines the P rows: those of an expert begin at a multiple of a block, and the
+padding between experts is 0 in xs, dys, dZ, dG and w ⊙ H, so that sums over an expert's rows need no masks. No atomics:
+the same bits every time. Nothing is copied to the host, so a CUDA graph serves any routing.
 """
 
 from ..matmul.arithmetic import Arithmetic

@@ -1,4 +1,4 @@
-"""Rows between the order of tokens and that of experts: copies, and sums over a token's or an expert's rows."""
+"""Copies of rows from token order to expert order, and sums over the rows of a token or of an expert."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from ..launching import Launch, ceil_div, prepared
 from ..tiles import load_tile
 from .sorting import SortedRows
 
-# Columns that a program has at once, and rows of padding.
+# Columns per step of a program, and rows of padding per step.
 _COLUMNS, _PADDING_ROWS = 2048, 16
 _SCORE_SLOTS, _SCORE_COLUMNS = 16, 128
 _SUM_ROWS, _SUM_COLUMNS = 32, 64
@@ -24,8 +24,8 @@ def _spread_kernel(
     x_ptr, scores_ptr, slots_ptr, rows_ptr, tile_expert_ptr, xs_ptr, weights_ptr, stride_m, stride_k, K, tiles,
     BLOCK: tl.constexpr, TOP_K: tl.constexpr, COLUMNS: tl.constexpr, PADDING_ROWS: tl.constexpr,
 ):  # fmt: skip
-    # The first programs fill the padding of a tile: they take longest, and would be left for the end. Those behind
-    # them copy one token to all of its rows.
+    # The first programs fill the padding of a tile: they take longest, so they start first. Each of the others copies
+    # one token to all of its rows.
     program = tl.program_id(0)
     if program >= tiles:
         token = (program - tiles).to(tl.int64)
@@ -42,7 +42,7 @@ def _spread_kernel(
                 tl.store(weights_ptr + row, score, mask=row >= 0)
     elif tl.load(tile_expert_ptr + program) >= 0:
         last = program.to(tl.int64) * BLOCK + BLOCK - 1
-        # Padding is behind an expert's rows: a tile whose last row is used has none.
+        # Padding follows an expert's rows: a tile whose last row is used has none.
         if tl.load(slots_ptr + last) < 0:
             for start in tl.range(0, BLOCK, PADDING_ROWS):
                 rows = program.to(tl.int64) * BLOCK + start + tl.arange(0, PADDING_ROWS)
@@ -67,7 +67,7 @@ def _combine_kernel(
         row = tl.load(rows_ptr + token * TOP_K + j).to(tl.int64)
         values = tl.load(ys_ptr + row * K + cols, mask=(cols < K) & (row >= 0), other=0.0).to(tl.float32)
         if scores_ptr is not None:
-            # A weight without an expert may be anything.
+            # The weight of a slot without an expert is undefined.
             values *= tl.load(scores_ptr + token * TOP_K + j, mask=row >= 0, other=0.0).to(tl.float32)
         acc += values
     tl.store(y_ptr + token * K + cols, acc.to(y_ptr.dtype.element_ty), mask=cols < K)
@@ -82,10 +82,10 @@ def _score_gradient_kernel(
     inside = slot < slots
     row = tl.load(rows_ptr + slot, mask=inside, other=-1).to(tl.int64)
     sums = tl.zeros([SLOTS], tl.float32)
-    place = partials_ptr + row
+    partial_ptr = partials_ptr + row
     for _ in tl.range(0, T):
-        sums += tl.load(place, mask=row >= 0, other=0.0)
-        place += P
+        sums += tl.load(partial_ptr, mask=row >= 0, other=0.0)
+        partial_ptr += P
     if bias_ptr is not None:
         expert = tl.load(index_ptr + slot, mask=row >= 0, other=0).to(tl.int64)
         products = tl.zeros([SLOTS, COLUMNS], tl.float32)
@@ -121,7 +121,7 @@ def _experts_sums_kernel(
 def spread(
     x: torch.Tensor, scores: torch.Tensor | None, rows: SortedRows, *, ready: dict[Any, Any] | None = None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The sorted rows ``[P, K]`` of x ``[M, K]``, any strides, and with ``scores`` ``[S]`` theirs, float32 ``[P]``.
+    """The sorted rows ``[P, K]`` of x ``[M, K]``, of any strides, and the sorted ``scores`` ``[S]``, float32 ``[P]``.
 
     Padding is 0 in both. Every token is read once.
     """
@@ -153,7 +153,8 @@ def combine(
 ) -> torch.Tensor:
     """``Σ_j scores[m, j] ys[row of (m, j)]`` ``[M, K]`` from sorted rows ``[P, K]``, summed in float32.
 
-    Without ``scores`` every row has the weight 1."""
+    Without ``scores`` every row has weight 1.
+    """
     tokens, width = rows.rows_of.shape[0] // rows.k, ys.shape[1]
 
     def make() -> Launch:
@@ -205,7 +206,7 @@ def expert_sums(
 ) -> None:
     """Fills ``out[e]``, a view ``[E, C]`` of any strides, with the sums of each expert's rows of a ``[P, C]``.
 
-    With ``row_weights`` ``[P]`` rows are multiplied by theirs first. Float32 sums in a fixed order, rounded once.
+    With ``row_weights`` ``[P]`` the sums are weighted. Float32 sums in a fixed order, rounded once.
     """
     experts, columns = out.shape
 

@@ -1,4 +1,4 @@
-"""The products of experts: launches of the sm90 kernels where the plan names them and operands lie so, else generic."""
+"""The products of experts: launches of the sm90 kernels if the plan names them and TMA can read the operands."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -18,9 +18,9 @@ from .sorting import SortedRows
 
 
 class HiddenGradients(NamedTuple):
-    """dZ, dG and w ⊙ H ``[P, N]``, which are 0 in padding, and partial sums of the gradient of w; None if not asked.
+    """dZ, dG and w ⊙ H ``[P, N]``, 0 in padding, and partial sums of the gradient of w; None if not requested.
 
-    ``partials`` ``[T, P]``: of every row the sums of dH' ⊙ H over the columns of one tile, without the row's weight.
+    ``partials`` ``[T, P]``: for every row the sums of dH' ⊙ H over the columns of each tile, without the row's weight.
     """
 
     dz: torch.Tensor
@@ -46,7 +46,7 @@ def hidden(
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     """(H, Z, G) ``[P, N]``, contiguous; Z, and G with a gate, only to ``keep``.
 
-    x has the sorted rows ``[P, K]`` where they are ``gathered``, else tokens ``[M, K]``; weights ``[E, N, K]`` and
+    x has the sorted rows ``[P, K]`` if ``gathered``, else tokens ``[M, K]``; weights ``[E, N, K]`` and
     biases ``[E, N]`` are views of any strides. Nothing is written to tiles of padding.
     """
     experts, columns, _ = w_up.shape
@@ -57,9 +57,9 @@ def hidden(
         left, weights = untransposed(x), _stacked_alike([w_up] if w_gate is None else [w_up, w_gate], pipeline.step)
         if left is None or weights is None:
             return None
+        gate = None if w_gate is None else weights[1]
         return sm90.prepare_hidden(
-            left, weights[0], None if w_gate is None else weights[1], columns, keep, arithmetic.activation,
-            arithmetic.accuracy, pipeline, NO_DROPOUT, None, experts, arithmetic.limits,
+            left, weights[0], gate, columns, keep, arithmetic, pipeline, NO_DROPOUT, experts=experts
         )  # fmt: skip
 
     def generic_launch() -> Launch:
@@ -98,8 +98,8 @@ def hidden_gradient(
 ) -> HiddenGradients:
     """From sorted rows dy ``[P, K]``, w_down ``[E, K, N]``, a view of any strides, and z and g ``[P, N]``.
 
-    ``row_weights`` ``[P]``, float32, are what the results of the experts are multiplied by. ``keep_hidden`` asks for
-    w ⊙ H, ``want_weights`` for the partial sums. ``in_place`` dz and dg replace z and g.
+    ``row_weights`` ``[P]``, float32, multiply the results of the experts. ``keep_hidden`` requests w ⊙ H,
+    ``want_weights`` the partial sums. ``in_place``: dz and dg overwrite z and g.
     """
     experts, _, columns = w_down.shape
 
@@ -111,8 +111,8 @@ def hidden_gradient(
             return None
         left, first, *gate = lefts
         return sm90.prepare_hidden_gradient(
-            left, down, first, gate[0] if gate else None, (columns, columns), keep_hidden, False,
-            arithmetic.activation, arithmetic.accuracy, pipeline, NO_DROPOUT, None, experts, arithmetic.limits,
+            left, down, first, gate[0] if gate else None, (columns, columns), keep_hidden, False, arithmetic, pipeline,
+            NO_DROPOUT, experts=experts,
         )  # fmt: skip
 
     def generic_launch() -> Launch:
@@ -188,16 +188,16 @@ def weight_gradient(
 ) -> None:
     """Fills ``out[e] = a_eᵀ b_e``, a view ``[E, R, C]`` of any strides, from contiguous a ``[P, R]`` and b ``[P, C]``.
 
-    An expert without rows gets zeros. ``order`` names the experts in that of their work, for the sm90 kernel.
-    ``name`` tells the gradients of one call apart in ``ready``.
+    An expert without rows gets zeros. ``order``: the order in which the sm90 kernel computes the experts. ``name``
+    distinguishes the gradients of one call in ``ready``.
     """
     if out.stride(1) < out.stride(2):
-        # Results are stored along their rows in memory: here those of the operands exchanged.
+        # Results are stored along contiguous rows: compute the transpose.
         a, b, out = b, a, out.mT
     experts, units, _ = out.shape
 
     def sm90_launch() -> Launch | None:
-        # Padding is 0 in both operands. Half of a tile ends where the units of the next expert begin.
+        # Padding is 0 in both operands. An expert's units must end at half a tile, where the next one's begin.
         if pipeline is None or rows.block % pipeline.step or units % HALF.value:
             return None
         left, right, gradient = untransposed(a), untransposed(b), stacked(out)
@@ -215,22 +215,21 @@ def weight_gradient(
 def _sm90_or_generic(
     sm90_launch: Callable[[], Launch | None], generic_launch: Callable[[], Launch]
 ) -> tuple[Launch, bool]:
-    """The first launch, or where that is None the second one; and whether it is the first."""
+    """(the sm90 launch, or if that is None the generic one; whether it is the sm90 one)."""
     launch = sm90_launch()
     return (generic_launch(), False) if launch is None else (launch, True)
 
 
 def _untransposed(tensors: Sequence[torch.Tensor]) -> list[Matrix] | None:
-    """All of them as TMA reads rows, or None where one does not lie so."""
+    """All of them as TMA sees them, or None if it cannot read one, or if one is transposed."""
     found = [each for each in map(untransposed, tensors) if each is not None]
     return found if len(found) == len(tensors) else None
 
 
 def _stacked_alike(weights: Sequence[torch.Tensor], step: int) -> list[Matrix] | None:
-    """Weights ``[experts, out, in]`` that are multiplied side by side, or None where they do not lie alike.
+    """Weights ``[experts, out, in]`` of one product as TMA sees them, or None if their layouts differ.
 
-    Where weights lie transposed, the inner axis of an expert ends where that of the next one begins: it must be whole
-    steps.
+    The inner axis of transposed weights must be whole steps: past its end the next expert begins.
     """
     found = [each for each in map(stacked, weights) if each is not None]
     if len(found) < len(weights) or len({(each.transposed, each.step) for each in found}) > 1:
@@ -239,5 +238,5 @@ def _stacked_alike(weights: Sequence[torch.Tensor], step: int) -> list[Matrix] |
 
 
 def _storable(columns: int, dtype: torch.dtype, rows: SortedRows) -> bool:
-    """Whether TMA stores contiguous rows of so many columns, and a tile of rows is of one expert."""
+    """Whether TMA can store contiguous rows of so many columns, and a tile of rows has a single expert."""
     return columns * dtype.itemsize % ALIGNMENT == 0 and rows.block == TILE.value

@@ -1,8 +1,8 @@
-"""Rows sorted by expert, on the device alone: a counting sort that keeps the order of an expert's rows.
+"""Rows sorted by expert on the device: a counting sort that keeps the order of an expert's rows.
 
-Slot ``s = token · k + j`` is the j-th choice of a token. Every expert's rows begin at a multiple of ``block``, so
-that a tile of rows has one expert; the rows between are padding. Their number is known to the device alone:
-everything is allocated, and programs are launched, for the most that it can be.
+Slot ``s = token · k + j`` is the j-th choice of a token. The rows of an expert begin at a multiple of ``block``, so
+that a tile of rows has a single expert; the rows in between are padding. Only the device knows their number: tensors
+and grids have the largest possible size.
 """
 
 from typing import Any, NamedTuple
@@ -14,21 +14,21 @@ from ..launching import Launch, ceil_div, launch, prepared
 from ..matmul.generic.operands import RowOrder
 from ..tuning.grouped_gemm import padded_rows
 
-_SLOTS = 128  # of a chunk, which a program counts or places
-# Up to so many chunks of slots every program counts all of them itself: one launch instead of three.
+_SLOTS = 128  # per chunk; a program counts or sorts a chunk
+# With up to this many chunks every program counts all of them itself: one launch instead of three.
 _COUNTED_AGAIN = 16
 _CHUNKS_AT_ONCE = 256
-_EXPERTS = 16  # that a program puts in order
-# Every part of the one tensor that holds them all begins at a multiple of 16 bytes.
+_EXPERTS = 16  # per program of ``longest_first``
+# int32 elements in 16 bytes, at multiples of which the parts of the packed tensor begin.
 _ALIGNED = 4
 
 
 class SortedRows(NamedTuple):
-    """Which row has which slot, and which tile of rows which expert; int32.
+    """The slots of rows and the experts of tiles of rows, int32.
 
-    ``slots`` ``[P]``: the slot of each row, -1 for padding. ``rows_of`` ``[S]``: the row of each slot, -1 where its
-    index is no expert. ``tile_expert`` ``[P / block]``: the expert of every ``block`` rows, -1 behind the last one.
-    ``starts`` ``[E + 1]``: the first row of each expert, and the end of all. Rows behind that end are never read.
+    ``slots`` ``[P]``: the slot of each row, -1 for padding. ``rows_of`` ``[S]``: the row of each slot, -1 if its index
+    is no expert. ``tile_expert`` ``[P / block]``: the expert of every ``block`` rows, -1 past the last one. ``starts``
+    ``[E + 1]``: the first row of each expert, and the end of all. Rows past that end are never read.
     """
 
     slots: torch.Tensor
@@ -44,12 +44,12 @@ class SortedRows(NamedTuple):
         return self.slots.shape[0]
 
     def order(self, gathered: bool = True) -> RowOrder:
-        """How the kernels of ``matmul`` find the expert of a tile, and the token of a row."""
+        """The order of rows as the generic kernels of ``matmul`` take it."""
         return RowOrder(self.block, self.k, gathered)
 
 
 def _lengths(slots: int, experts: int, block: int) -> tuple[int, int, int, int]:
-    """Those of the four tensors of :class:`SortedRows`."""
+    """The lengths of the four tensors of :class:`SortedRows`."""
     capacity = padded_rows(slots, experts, block)
     return capacity, slots, capacity // block, experts + 1
 
@@ -60,7 +60,7 @@ def sizes(slots: int, experts: int, block: int) -> list[int]:
 
 
 def rows_of(packed: torch.Tensor, slots: int, experts: int, block: int, k: int) -> SortedRows:
-    """The four parts of one tensor, as :func:`sort` made it."""
+    """The four parts of the packed tensor of :func:`sort`."""
     parts = zip(packed.split_with_sizes(sizes(slots, experts, block)), _lengths(slots, experts, block), strict=True)
     slots_of, row_of, tile_expert, starts = (part[:length] for part, length in parts)
     return SortedRows(slots_of, row_of, tile_expert, starts, block, k)
@@ -68,7 +68,7 @@ def rows_of(packed: torch.Tensor, slots: int, experts: int, block: int, k: int) 
 
 @triton.jit
 def _chunk(index_ptr, chunk, slots, E, SLOTS: tl.constexpr, EXPERTS: tl.constexpr):
-    """(slots of a chunk, their experts or -1, how many slots each expert has there)."""
+    """(slots of a chunk, their experts or -1, number of slots of each expert in the chunk)."""
     slot = chunk * SLOTS + tl.arange(0, SLOTS)
     expert = tl.load(index_ptr + slot, mask=slot < slots, other=-1)
     known = (expert >= 0) & (expert < E)
@@ -85,14 +85,14 @@ def _count_kernel(index_ptr, counts_ptr, E, slots, SLOTS: tl.constexpr, EXPERTS:
 
 @triton.jit(do_not_specialize=["chunks"])
 def _scan_kernel(counts_ptr, totals_ptr, E, chunks, BLOCK: tl.constexpr):
-    """Puts in the place of each count of an expert the sum of those before it, and stores the sum of all."""
+    """Replace each count of an expert by the sum of those before it, and store the sum of all: an exclusive scan."""
     expert = tl.program_id(0)
     total = tl.zeros([], tl.int32)
     for first in range(0, chunks, BLOCK):
         chunk = first + tl.arange(0, BLOCK)
-        place = counts_ptr + expert + chunk.to(tl.int64) * E
-        counts = tl.load(place, mask=chunk < chunks, other=0)
-        tl.store(place, total + tl.cumsum(counts, 0) - counts, mask=chunk < chunks)
+        count_ptr = counts_ptr + expert + chunk.to(tl.int64) * E
+        counts = tl.load(count_ptr, mask=chunk < chunks, other=0)
+        tl.store(count_ptr, total + tl.cumsum(counts, 0) - counts, mask=chunk < chunks)
         total += tl.sum(counts, 0)
     tl.store(totals_ptr + expert, total)
 
@@ -102,7 +102,7 @@ def _place_kernel(
     index_ptr, counts_ptr, totals_ptr, slots_ptr, rows_ptr, tile_expert_ptr, starts_ptr, E, slots, chunks,
     SLOTS: tl.constexpr, EXPERTS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    # The first programs place a chunk of slots each, those behind them fill what a tile of rows has of padding.
+    # The first programs sort a chunk of slots each; each of the others fills the padding of a tile of rows.
     program = tl.program_id(0)
     experts = tl.arange(0, EXPERTS)
     inside = experts < E
@@ -122,8 +122,8 @@ def _place_kernel(
     starts = ends - padded
     if program < chunks:
         slot, expert, _ = _chunk(index_ptr, program, slots, E, SLOTS, EXPERTS)
-        place = tl.arange(0, SLOTS)
-        earlier = (expert[:, None] == expert[None, :]) & (place[:, None] > place[None, :])
+        position = tl.arange(0, SLOTS)
+        earlier = (expert[:, None] == expert[None, :]) & (position[:, None] > position[None, :])
         row = tl.gather(starts + before, tl.maximum(expert, 0), 0) + tl.sum(earlier.to(tl.int32), 1)
         tl.store(slots_ptr + row, slot, mask=expert >= 0)
         tl.store(rows_ptr + slot, tl.where(expert >= 0, row, -1), mask=slot < slots)
@@ -148,14 +148,14 @@ def _order_kernel(starts_ptr, order_ptr, E, ALL: tl.constexpr, EXPERTS: tl.const
     others = tl.load(starts_ptr + every + 1, mask=every < E, other=-1)
     others -= tl.load(starts_ptr + every, mask=every < E, other=0)
     earlier = (others[None, :] == rows[:, None]) & (every[None, :] < own[:, None])
-    place = tl.sum((earlier | (others[None, :] > rows[:, None])).to(tl.int32), 1)
-    tl.store(order_ptr + place, own, mask=own < E)
+    rank = tl.sum((earlier | (others[None, :] > rows[:, None])).to(tl.int32), 1)
+    tl.store(order_ptr + rank, own, mask=own < E)
 
 
 def sort(
     index: torch.Tensor, experts: int, k: int, block: int, ready: dict[Any, Any] | None = None
 ) -> tuple[torch.Tensor, SortedRows]:
-    """The rows of the slots, whose ``index`` ``[S]``, contiguous integers, are experts; and the tensor that holds them.
+    """(packed tensor, its parts): the sorted rows of slots with the experts ``index`` ``[S]``, contiguous integers.
 
     ``ready`` belongs to one prepared call: see ``gemm_gemm.Operands``.
     """
@@ -179,15 +179,15 @@ def _prepare(slots: int, experts: int, block: int, chunks: int, width: int) -> t
     return (
         Launch(_count_kernel, chunks, (experts,), (slots,), (_SLOTS, width)),
         Launch(_scan_kernel, experts, (experts,), (chunks,), (_CHUNKS_AT_ONCE,)),
-        # More warps only ask one another longer for the sums of a row.
+        # More warps would only lengthen the reductions across them.
         Launch(_place_kernel, chunks + tiles, (experts,), (slots, chunks), (_SLOTS, width, block), num_warps=2),
     )
 
 
 def longest_first(starts: torch.Tensor) -> torch.Tensor:
-    """The experts ``[E]``, int32, by how many rows they have from ``starts`` ``[E + 1]`` on; equals in their order.
+    """The experts ``[E]``, int32, by falling number of rows, from ``starts`` ``[E + 1]``; the sort is stable.
 
-    Those with the most come first, so that long tiles are not left for the end.
+    The longest come first, so that no long tile starts last.
     """
     experts = starts.shape[0] - 1
     order = torch.empty_like(starts[1:])

@@ -17,6 +17,15 @@ class Named(Protocol):
     def input_precision(self) -> str: ...
 
 
+class Constants(NamedTuple):
+    """The part of an :class:`Arithmetic` that kernels are compiled for; ``clamped``: it has a limit or an offset."""
+
+    activation: str
+    accuracy: str
+    input_precision: str = "ieee"
+    clamped: bool = False
+
+
 class Arithmetic(NamedTuple):
     """``accuracy`` is that of activations: see ``kernels.activations``.
 
@@ -36,21 +45,17 @@ class Arithmetic(NamedTuple):
         return cls(named.activation, named.accuracy, named.input_precision)
 
     @property
-    def clamped(self) -> bool:
-        """Whether limit or offset has an effect."""
-        return self.limit is not None or self.offset != 0
-
-    @property
-    def limits(self) -> tuple[float, float] | None:
-        """``numbers`` if ``clamped``, else None."""
-        return self.numbers if self.clamped else None
-
-    @property
     def numbers(self) -> tuple[float, float]:
         """(limit, offset) as kernels take them."""
         return math.inf if self.limit is None else self.limit, self.offset
 
     @property
-    def constants(self) -> tuple[str, str, str, bool]:
-        """(activation, accuracy, input precision, clamped) as kernels take them: one compile-time argument."""
-        return self.activation, self.accuracy, self.input_precision, self.clamped
+    def constants(self) -> Constants:
+        """What the generic kernels are compiled for."""
+        clamped = self.limit is not None or self.offset != 0
+        return Constants(self.activation, self.accuracy, self.input_precision, clamped)
+
+    @property
+    def sm90_constants(self) -> Constants:
+        """The same for the sm90 kernels, whose products of narrow operands have a single input precision."""
+        return self.constants._replace(input_precision="ieee")

@@ -32,7 +32,7 @@ class LowRank(NamedTuple):
         return torch.cat((left, self.left), 1), torch.cat((right, behind), axis), both
 
     def copied(self, transposed: bool) -> "LowRank":
-        """The same, with ``right`` and ``other`` readable by TMA and ``transposed`` like their weights."""
+        """The same, with ``right`` and ``other`` readable by TMA, and ``transposed`` as their weights are."""
         other = None if self.other is None else _readable(self.other, transposed)
         return LowRank(self.left, _readable(self.right, transposed), other, self.first)
 
@@ -78,7 +78,7 @@ def low_rank_copies(
 
 def _matrix(tensor: torch.Tensor) -> Matrix:
     found = matrix(tensor)
-    assert found is not None, "laid out for TMA"
+    assert found is not None, "operands of LowRank.copied are readable by TMA"
     return found
 
 

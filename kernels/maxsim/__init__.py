@@ -6,12 +6,12 @@
     ddocuments[e,j] = Σ_p (chosen[e,p] = j) g[q(p),e] queries[p]                        document_gradient.py
 
 Letters: P tokens of all Q queries behind one another, queries [P, d]; D documents, [D, L, d] or packed [T, d] with
-offsets [D + 1]; g [Q, D] is the upstream gradient, q(p) the query of token p. Masks say which tokens take part: what a
-mask leaves out is never part of a result, whatever it holds.
+offsets [D + 1]; g [Q, D] is the upstream gradient, q(p) the query of token p. Masked tokens never contribute to a
+result, whatever they hold.
 
-The first maximum has documents as its batch and all query tokens as its kept rows, so that a tile of tokens is full
-however short a query is. ``best`` (float32) lives for a bounded number of documents at once; ``chosen`` (int32) is all
-that training keeps. Everything is summed in float32 in a fixed order and rounded once.
+The reduction has documents as its batch and all query tokens as its kept rows, so that tiles are full however short the
+queries are. ``best`` (float32) exists for a bounded number of documents at a time; the backward pass needs ``chosen``
+(int32) only. Everything is summed in float32 in a fixed order and rounded once.
 """
 
 from .document_gradient import document_gradient

@@ -2,11 +2,11 @@
 
     ddocuments[e, j] = Σ_p queries[p] W[p, j],    W[p, j] = weights[e, p] where chosen[e, p] = j, else 0
 
-A scatter of the tokens to the rows they chose would need atomics, or a sort; this is as many operations as the forward
-pass, on the matrix units, in a fixed order.
+Scattering the tokens to the rows that they chose would take atomics or a sort. This product takes as many operations as
+the forward pass, on the matrix units, in a fixed order.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,15 +21,13 @@ from ..tiles import add_product, load_tile, split_range
 from ..tuning import OneHotConfig
 from .operands import MaxSimOperands, token_weights
 
-_BLOCK = 1024  # weights of one program
+_BLOCK = 1024  # weights per program
 
 
 @triton.jit(do_not_specialize=["stride_gq", "stride_gd", "P", "LQ"])
 def _weights_kernel(
-    upstream_ptr, token_queries_ptr, query_mask_ptr, answering_ptr, weights_ptr,
-    stride_mask,
-    stride_gq, stride_gd, P, LQ,
-    BLOCK: tl.constexpr,
+    upstream_ptr, token_queries_ptr, query_mask_ptr, answering_ptr, weights_ptr, stride_mask, stride_gq, stride_gd, P,
+    LQ, BLOCK: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
     blocks = tl.cdiv(P, BLOCK)
@@ -45,7 +43,7 @@ def _weights_kernel(
 
 @triton.jit
 def _block_of_packed(ends_ptr, block, documents):
-    """(document, its block) of a block of rows, by bisection of where the blocks of each document end."""
+    """(document, block within it) of a block of packed rows, by bisection of the ends of all documents' blocks."""
     low = tl.zeros([], tl.int64)
     high = documents.to(tl.int64)
     while low < high:
@@ -57,11 +55,17 @@ def _block_of_packed(ends_ptr, block, documents):
     return low, (block - before).to(tl.int32)
 
 
+class _Strides(NamedTuple):
+    """Those of the queries, and of the offsets of packed documents."""
+
+    queries: tuple[int, ...]
+    offsets: int
+
+
 @triton.jit(do_not_specialize=["stride_split", "D", "L", "P", "blocks", "splits", "zero"])
 def _document_gradient_kernel(
     queries_ptr, out_ptr, chosen_ptr, weights_ptr, offsets_ptr, ends_ptr,
-    query_strides, stride_offsets,
-    stride_split, D, L, P, blocks, splits, zero,
+    strides, stride_split, D, L, P, blocks, splits, zero,
     K: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_P: tl.constexpr,
     INPUT_PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -73,28 +77,28 @@ def _document_gradient_kernel(
     start, end = split_range(split, P, splits, BLOCK_P)
     if offsets_ptr is not None:
         document, block = _block_of_packed(ends_ptr, block, D)
-        # There are as many programs as the blocks of D documents can be; those that are left over have no rows.
+        # The grid has as many programs as D documents can have blocks; those left over have no rows.
         there = document < D
         document = tl.minimum(document, D - 1)
         end = tl.where(there, end, start)
     else:
         document = (block // blocks).to(tl.int64)
         block = block % blocks
-    first, length, _ = entry_rows(document, None, offsets_ptr, (0, stride_offsets), L)
+    first, length, _ = entry_rows(document, None, offsets_ptr, (0, strides.offsets), L)
     if offsets_ptr is not None:
         length = tl.where(there, length, 0)
     else:
         first = document * L
     rows = block * BLOCK_L + tl.arange(0, BLOCK_L)
-    # The columns of the queries are the rows of this product: weights that are computed must be its second operand,
-    # which lies in shared memory. From registers the matrix instructions would wait for one another.
+    # The product is transposed: computed weights must be its right operand, in shared memory. As a left operand in
+    # registers they would serialise the matrix instructions.
     EVEN: tl.constexpr = EVEN_P and K % BLOCK_K == 0
     acc = tl.zeros([BLOCK_K, BLOCK_L], tl.float32)
     chosen_ptr += document * P
     weights_ptr += document * P
     for p in tl.range(start, end, BLOCK_P):
         tokens = p + tl.arange(0, BLOCK_P)
-        tile = load_tile(queries_ptr, cols, tokens, query_strides[1], query_strides[0], K, P, EVEN, EVEN)
+        tile = load_tile(queries_ptr, cols, tokens, strides.queries[1], strides.queries[0], K, P, EVEN, EVEN)
         if EVEN_P:
             chosen = tl.load(chosen_ptr + tokens)
             weight = tl.load(weights_ptr + tokens)
@@ -112,24 +116,24 @@ def document_gradient(
 ) -> Tensor:
     """Contiguous, like the documents, from the chosen tokens ``[D, P]`` and the gradient ``[Q, D]`` of the scores.
 
-    ``chunk`` documents at a time, so that the float32 weights of all never lie in memory together.
+    ``chunk`` documents at a time, which bounds the memory of the float32 weights.
     """
     queries, token_queries, answering = operands.queries, operands.token_queries(), operands.answering()
     tokens, packed = queries.shape[0], operands.document_offsets is not None
     if operands.query_mask is not None:
-        # A weight of 0 is not enough: what is masked may be NaN.
+        # A weight of 0 is not enough: masked queries may be NaN.
         queries = queries.masked_fill(~operands.query_mask[:, None], 0)
 
     def fill(targets: list[Tensor | None], split_size: int) -> None:
         (out,) = targets
         assert out is not None
         for span, part in operands.chunks(chunk):
-            gradient, taking = upstream[:, span], None if answering is None else answering[span]
-            # g of each token's query and each document, 0 where one of the two does not take part.
+            gradient, active = upstream[:, span], None if answering is None else answering[span]
+            # g of each token's query and each document, 0 if one of them is masked.
             weights = torch.empty(part.document_count, tokens, dtype=torch.float32, device=queries.device)
             launch = prepared(part.ready, "weights", _prepare_weights, part, gradient)
-            launch((gradient, token_queries, part.mask_bytes(), taking, weights))
-            # Of a chunk and what follows, unless offsets say where the chunk begins.
+            launch((gradient, token_queries, part.mask_bytes(), active, weights))
+            # The rows from the chunk on; offsets of packed documents count from the first row of all.
             rows = out if packed else out.view(-1)[span.start * operands.documents[0].numel() :]
             offsets, ends = part.document_offsets, None
             if offsets is not None:
@@ -157,19 +161,19 @@ def _prepare_weights(operands: MaxSimOperands, upstream: Tensor) -> Launch:
 def _prepare_product(
     operands: MaxSimOperands, queries: Tensor, split_size: int, splits: int, tiles: OneHotConfig
 ) -> Launch:
-    """The launch that fills the gradient, or partials of all splits: of Hopper's kernel where that takes the call."""
+    """The launch that fills the gradient, or the partials of all splits; sm90 if that kernel supports the call."""
     documents, (tokens, width) = operands.document_count, queries.shape
     length, offsets = operands.documents.shape[-2], operands.document_offsets
     if splits == 1 and offsets is None and (kept := sm90.takes_one_hot(queries, tiles.sm90)) is not None:
         assert tiles.sm90 is not None
         return sm90.prepare_one_hot(kept, (documents, length, width), tokens, tiles.sm90)
     blocks_each = ceil_div(length, tiles.block_l)
-    # Of packed documents at most, without waiting for the lengths.
+    # An upper bound for packed documents, without waiting for their lengths.
     blocks = documents * blocks_each if offsets is None else blocks_each + documents
     return Launch(
         _document_gradient_kernel,
         blocks * ceil_div(width, tiles.block_k) * splits,
-        (queries.stride(), *strides(offsets, 1)),
+        (_Strides(queries.stride(), *strides(offsets, 1)),),
         (split_size, documents, length, tokens, blocks_each, splits, 0.0),
         (
             width, tiles.block_l, tiles.block_p, tiles.block_k, tokens % tiles.block_p == 0 and splits == 1,

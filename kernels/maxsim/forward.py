@@ -10,15 +10,13 @@ from ..matmul.generic.operands import strides
 from ..tuning import ReduceConfig
 from .operands import MaxSimOperands
 
-_TILE = 1024  # maxima that a program adds up at once: of several documents where a query is short
-_SHORT, _LONG = 32, 128  # tokens of these, of one query
+_TILE = 1024  # maxima that a program sums at once; short queries: of several documents
+_SHORT, _LONG = 32, 128  # tokens per step, of one query
 
 
 @triton.jit(do_not_specialize=["stride_sq", "D", "P", "LQ"])
 def _scores_kernel(
-    best_ptr, mask_ptr, offsets_ptr, scores_ptr,
-    stride_mask, stride_offsets,
-    stride_sq, D, P, LQ,
+    best_ptr, mask_ptr, offsets_ptr, scores_ptr, stride_mask, stride_offsets, stride_sq, D, P, LQ,
     BLOCK_D: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
@@ -31,11 +29,11 @@ def _scores_kernel(
     total = tl.zeros([BLOCK_D], tl.float32)
     for t in tl.range(0, length, BLOCK_T):
         tokens = t + tl.arange(0, BLOCK_T)
-        taking = tokens < length
+        active = tokens < length
         if mask_ptr is not None:
-            taking &= tl.load(mask_ptr + (first + tokens) * stride_mask, mask=taking, other=0) != 0
+            active &= tl.load(mask_ptr + (first + tokens) * stride_mask, mask=active, other=0) != 0
         offsets = documents.to(tl.int64)[:, None] * P + (first + tokens)[None, :]
-        total += tl.sum(tl.load(best_ptr + offsets, mask=(documents < D)[:, None] & taking[None, :], other=0.0), 1)
+        total += tl.sum(tl.load(best_ptr + offsets, mask=(documents < D)[:, None] & active[None, :], other=0.0), 1)
     at = scores_ptr + query * stride_sq + documents
     tl.store(at, total.to(scores_ptr.dtype.element_ty), mask=documents < D)
 
@@ -43,15 +41,15 @@ def _scores_kernel(
 def forward(
     operands: MaxSimOperands, *, indices: bool, splits: int, chunk: int, tiles: ReduceConfig
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """(scores ``[Q, D]``, contiguous, in the dtype of the queries; the chosen tokens, int32 ``[D, P]``, if asked for).
+    """(scores ``[Q, D]``, contiguous, in the dtype of the queries; the chosen tokens, int32 ``[D, P]``, if requested).
 
-    ``chunk`` documents at a time, so that the float32 maxima of all never lie in memory together.
+    ``chunk`` documents at a time, which bounds the memory of the float32 maxima.
     """
     like, documents = operands.queries, operands.document_count
     scores = torch.empty(operands.query_count, documents, dtype=like.dtype, device=like.device)
     chosen: list[torch.Tensor] = []
     for span, part in operands.chunks(chunk):
-        # All query tokens against each document, for which one matrix of tokens serves.
+        # All query tokens against each document: a batch stride of 0 shares the matrix of tokens.
         maximum = ReduceOperands(
             like.expand(part.document_count, -1, -1), part.documents, None, None, part.document_mask, None,
             part.document_offsets, ReduceArithmetic("max", "identity", part.input_precision, "exact"), part.ready,

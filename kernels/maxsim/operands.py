@@ -1,4 +1,4 @@
-"""What a call of these kernels is made of: its tensors, and which tokens and documents count."""
+"""The tensors of a call, and which tokens and documents are not masked."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -13,16 +13,16 @@ from ..device import tl, triton
 def token_weights(
     upstream_ptr, token_queries_ptr, query_mask_ptr, tokens, document, upstream_strides, stride_mask, LQ, P
 ):  # fmt: skip
-    """(g of each token's query and one document, which tokens take part); the first is 0 where they do not."""
-    takes_part = tokens < P
+    """(g of each token's query and one document, which tokens are not masked); the first is 0 where they are."""
+    active = tokens < P
     if query_mask_ptr is not None:
-        takes_part &= tl.load(query_mask_ptr + tokens.to(tl.int64) * stride_mask, mask=takes_part, other=0) != 0
+        active &= tl.load(query_mask_ptr + tokens.to(tl.int64) * stride_mask, mask=active, other=0) != 0
     if token_queries_ptr is not None:
-        queries = tl.load(token_queries_ptr + tokens, mask=takes_part, other=0).to(tl.int64)
+        queries = tl.load(token_queries_ptr + tokens, mask=active, other=0).to(tl.int64)
     else:
         queries = (tokens // LQ).to(tl.int64)
     at = upstream_ptr + queries * upstream_strides[0] + document * upstream_strides[1]
-    return tl.load(at, mask=takes_part, other=0.0), takes_part
+    return tl.load(at, mask=active, other=0.0), active
 
 
 # Not frozen: to set the fields of a frozen one takes three times as long, in every call.
@@ -35,7 +35,7 @@ class MaxSimOperands:
     document_mask bool ``[D, L]``.
 
     ``ready`` belongs to one prepared call: see ``gemm_gemm.Operands``. Gradients of the scores are contiguous and
-    aligned. The documents of a chunk may lie otherwise than those of the next one, so that a chunk has none.
+    aligned. Chunks may differ in layout, so the operands of a chunk have no ``ready``.
     """
 
     queries: torch.Tensor
@@ -60,7 +60,7 @@ class MaxSimOperands:
         return self.documents.shape[0] if offsets is None else offsets.shape[0] - 1
 
     def chunks(self, size: int) -> Iterator[tuple[slice, "MaxSimOperands"]]:
-        """The documents of each chunk of so many, and the same queries with these documents."""
+        """For each chunk of ``size`` documents: which ones, and the operands with these documents only."""
         count = self.document_count
         for first in range(0, count, size):
             span = slice(first, min(first + size, count))
@@ -74,14 +74,14 @@ class MaxSimOperands:
         return replace(self, documents=self.documents[span], document_mask=mask, ready=None)
 
     def token_queries(self) -> torch.Tensor | None:
-        """The query of each token, int64 ``[P]``, where a division does not tell."""
+        """The query of each token, int64 ``[P]``; None if all queries have equally many."""
         if self.query_offsets is None:
             return None
         tokens = torch.arange(self.queries.shape[0], device=self.queries.device, dtype=self.query_offsets.dtype)
         return torch.searchsorted(self.query_offsets.contiguous(), tokens, right=True) - 1
 
     def answering(self) -> torch.Tensor | None:
-        """Which documents have a token that takes part, uint8 ``[D]``; None for all."""
+        """Which documents have a token that is not masked, uint8 ``[D]``; None if all have."""
         if self.document_offsets is not None:
             return (self.document_offsets.diff() > 0).view(torch.uint8)
         return None if self.document_mask is None else self.document_mask.any(1).view(torch.uint8)

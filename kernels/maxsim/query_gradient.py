@@ -1,6 +1,6 @@
-"""The gradient of the queries: for each token a sum over all documents of the token that was chosen there."""
+"""The gradient of the queries: for each token the weighted sum over all documents of the token that it chose there."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -12,14 +12,21 @@ from ..tuning import GatherConfig
 from .operands import MaxSimOperands, token_weights
 
 
+class _Strides(NamedTuple):
+    """Those of the documents, of the mask of the queries, and of the offsets of packed documents."""
+
+    documents: tuple[int, ...]
+    mask: int
+    offsets: int
+
+
 @triton.jit(do_not_specialize=["stride_gq", "stride_gd", "stride_split", "D", "P", "LQ", "splits"])
 def _query_gradient_kernel(
     documents_ptr, chosen_ptr, upstream_ptr, token_queries_ptr, query_mask_ptr, offsets_ptr, answering_ptr, out_ptr,
-    document_strides, stride_mask, stride_offsets,
-    stride_gq, stride_gd, stride_split, D, P, LQ, splits,
+    strides, stride_gq, stride_gd, stride_split, D, P, LQ, splits,
     K: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_K: tl.constexpr, DOCUMENTS: tl.constexpr,
 ):  # fmt: skip
-    stride_de, stride_dl, stride_dk = document_strides
+    stride_de, stride_dl, stride_dk = strides.documents
     program = tl.program_id(0)
     split = program % splits
     COLUMNS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
@@ -30,26 +37,26 @@ def _query_gradient_kernel(
     end = tl.minimum(first + split_documents, D)
     acc = tl.zeros([BLOCK_P, BLOCK_K], tl.float32)
     for start in tl.range(0, (end - first).to(tl.int32), DOCUMENTS):
-        # Several documents in one step: each waits for its indices, and then for its rows.
+        # Several documents per step hide the latency: each load of rows waits for its indices.
         for step in tl.static_range(DOCUMENTS):
             document = first + (start + step)
-            there = document < end
-            # Past the end the last document is loaded again, and counts 0.
+            inside_split = document < end
+            # Past the end the last document is loaded again, with weight 0.
             document = tl.minimum(document, end - 1)
-            weight, taking = token_weights(
-                upstream_ptr, token_queries_ptr, query_mask_ptr, tokens, document, (stride_gq, stride_gd), stride_mask,
+            weight, active = token_weights(
+                upstream_ptr, token_queries_ptr, query_mask_ptr, tokens, document, (stride_gq, stride_gd), strides.mask,
                 LQ, P,
             )  # fmt: skip
-            taking &= there
+            active &= inside_split
             if answering_ptr is not None:
-                taking &= tl.load(answering_ptr + document) != 0
-            rows = tl.load(chosen_ptr + document * P + tokens, mask=taking, other=0).to(tl.int64)
+                active &= tl.load(answering_ptr + document) != 0
+            rows = tl.load(chosen_ptr + document * P + tokens, mask=active, other=0).to(tl.int64)
             if offsets_ptr is not None:
-                rows += tl.load(offsets_ptr + document * stride_offsets).to(tl.int64)
+                rows += tl.load(offsets_ptr + document * strides.offsets).to(tl.int64)
             at = documents_ptr + document * stride_de + rows[:, None] * stride_dl
-            inside = taking[:, None] & (cols < K)[None, :]
+            inside = active[:, None] & (cols < K)[None, :]
             tile = tl.load(at + cols.to(tl.int64)[None, :] * stride_dk, mask=inside, other=0.0).to(tl.float32)
-            acc += tl.where(taking, weight.to(tl.float32), 0.0)[:, None] * tile
+            acc += tl.where(active, weight.to(tl.float32), 0.0)[:, None] * tile
     out = tokens.to(tl.int64)[:, None] * K + cols[None, :] + split.to(tl.int64) * stride_split
     tl.store(out_ptr + out, acc.to(out_ptr.dtype.element_ty), mask=(tokens < P)[:, None] & (cols < K)[None, :])
 
@@ -75,7 +82,9 @@ def _prepare(operands: MaxSimOperands, upstream: torch.Tensor, splits: int, tile
     return Launch(
         _query_gradient_kernel,
         ceil_div(tokens, tiles.block_p) * ceil_div(width, tiles.block_k) * splits,
-        (strides(operands.documents, 3), *strides(operands.query_mask, 1), *strides(operands.document_offsets, 1)),
+        (_Strides(
+            strides(operands.documents, 3), *strides(operands.query_mask, 1), *strides(operands.document_offsets, 1)
+        ),),
         (
             *upstream.stride(), split_size([(tokens, width)], splits), operands.document_count, tokens,
             operands.query_length, splits,

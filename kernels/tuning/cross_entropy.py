@@ -35,7 +35,7 @@ class LogitPipeline:
     ``stages`` of ``step`` of the inner axis are on their way or on chip at once. The second consumer is ``lead``
     stages behind the first one, so that one of them has the matrix units while the other one reduces its tile.
     ``group`` tiles below one another are computed before those to their right, by ``programs`` programs. A gradient
-    leaves the chip in parts of 64 columns, and each consumer has ``places`` for them.
+    leaves the chip in parts of 64 columns, and each consumer has ``slots`` for them.
     """
 
     columns: int = 256
@@ -44,7 +44,7 @@ class LogitPipeline:
     lead: int = 2
     group: int = 12
     programs: int = 132
-    places: int = 0
+    slots: int = 0
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ def logit_tiles(architecture: str, bits: int, sms: int, sm90: bool) -> LogitTile
 def gradient_tiles(architecture: str, bits: int, sms: int, sm90: bool) -> LogitTiles:
     """The tiles of the gradient of logits, likewise."""
     # A power of two as ``group``, whose tiles are next to one another.
-    return _tiles(architecture, bits, LogitPipeline(programs=sms, group=16, places=2) if sm90 else None)
+    return _tiles(architecture, bits, LogitPipeline(programs=sms, group=16, slots=2) if sm90 else None)
 
 
 def _tiles(architecture: str, bits: int, sm90: LogitPipeline | None) -> LogitTiles:

@@ -48,13 +48,13 @@ class EpiloguePipeline:
     """The warp-specialised kernels: two consumers in ping-pong, each with tiles of 128 × 128.
 
     The ring has ``stages`` of ``step`` along the inner axis: as many as fit, up to ``most_stages``. Each consumer has
-    ``places`` staging buffers of 64 × 64 for results and ``z_stages`` of that size for pre-activations. Tiles are
+    ``slots`` staging buffers of 64 × 64 for results and ``z_stages`` of that size for pre-activations. Tiles are
     swizzled in groups of ``group`` tile rows. Kernels are persistent, with at most ``programs`` programs. Without a
     gate, a program of the hidden's gradient that ``stays`` has tiles of a single column and keeps its sums on chip.
     Operands have ``bits`` bits; results have 16.
     """
 
-    places: int = 2
+    slots: int = 2
     z_stages: int = 0
     step: int = 64
     group: int = 8
@@ -68,7 +68,7 @@ class EpiloguePipeline:
     @property
     def stages(self) -> int:
         """Stages of the ring, beside the staging buffers and pre-activations of both consumers."""
-        buffers = 2 * (self.places + self.z_stages)
+        buffers = 2 * (self.slots + self.z_stages)
         return stages_that_fit(sum(self.tile), self.step, buffers, self.most_stages, self.bits)
 
     @staticmethod

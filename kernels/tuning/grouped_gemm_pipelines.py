@@ -21,7 +21,7 @@ class CooperativePipeline:
 
     tile: ClassVar[tuple[int, int]] = (2 * CONSUMER_ROWS, COOPERATIVE_COLUMNS)
 
-    places: int = 2
+    slots: int = 2
     step: int = 64
     group: int = 16
     programs: int = 132
@@ -29,19 +29,19 @@ class CooperativePipeline:
     @property
     def stages(self) -> int:
         """Those of the ring."""
-        return stages_that_fit(sum(self.tile), self.step, 2 * self.places)
+        return stages_that_fit(sum(self.tile), self.step, 2 * self.slots)
 
 
 GroupedPipeline = EpiloguePipeline | CooperativePipeline
 
 # By (step, gated); a gated product is a sum of two. The weight gradient is the same kernel with and without a gate. On
-# an H200 a sixth stage in the place of two places for results gained 1 to 4 %; groups of 4 to 16 made no difference.
+# an H200 a sixth stage in the place of two slots for results gained 1 to 4 %; groups of 4 to 16 made no difference.
 # Groups are those of one expert: its weights are read once for so many tiles of its rows. On an H100, of 24 products
 # and weight gradients of six sizes, consumers that work together took 0.44 to 1.1 times as long as consumers that take
 # turns at tiles of 128 × 128 (at 8 experts with 2,048 rows each, 4096 × 14,336: 0.44 to 0.87).
 GROUPED_PIPELINES: dict[tuple[str, bool], GroupedPipeline] = {
-    ("hidden", False): EpiloguePipeline(places=1, group=16),
-    ("hidden", True): EpiloguePipeline(places=1, group=16),
+    ("hidden", False): EpiloguePipeline(slots=1, group=16),
+    ("hidden", True): EpiloguePipeline(slots=1, group=16),
     ("product", False): CooperativePipeline(),
     ("product", True): CooperativePipeline(),
     ("hidden_gradient", False): EpiloguePipeline(z_stages=2, group=16),

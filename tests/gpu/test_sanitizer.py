@@ -44,8 +44,8 @@ KERNELS = {
 # Where an sm90 kernel starts, and where it forks.
 STARTS = r"^def (_?(?:sm90|stored)\w+_kernel)\("
 FORKS = (
-    r"^def specialize\(|^ +(?:el)?if CONSUMERS == .*:$|^ +if db_ptr is None:$|^ +gl\.warp_specialize\(\[$"
-    r"|^ +specialize\([^#]*"
+    r"^def warp_specialize\(|^ +(?:el)?if CONSUMERS == .*:$|^ +if db_ptr is None:$|^ +gl\.warp_specialize\(\[$"
+    r"|^ +warp_specialize\([^#]*"
 )
 STARTED = {symbol for _, source in SOURCES for symbol in re.findall(STARTS, source, re.MULTILINE)}
 

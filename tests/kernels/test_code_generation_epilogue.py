@@ -168,7 +168,7 @@ def test_sm90_kernels(tmp_path: Path) -> None:
     assert not red(found), "\n".join(red(found))
     kinds = {(report["kernel"], report["gated"], report["bias"], report["more"]) for report in found}
     assert kinds == {(kernel, gated, both, both) for kernel in SM90 for gated in (0, 1) for both in (0, 1)}
-    stays = [report["constants"]["PIPELINE"][4] for report in found if report["kernel"] == "sm90_epilogue_gradient"]
+    stays = [report["constants"]["SUMS_STAY"] for report in found if report["kernel"] == "sm90_epilogue_gradient"]
     assert stays.count(True) == 2
     for report in found:
         # Two instructions for each 16 of the inner axis, one for each half of the rows.

@@ -90,7 +90,7 @@ def test_on_hopper(tmp_path: Path) -> None:
             report["spill_bytes"] = 0
         assert not faults(report), (report["kernel"], report["dtype"], faults(report))
         if report["kernel"] == "sm90_epilogue_gradient":
-            assert report["constants"]["LAYOUT"][1] == (report["units"] % 128 == 0)
+            assert report["constants"]["WHOLE_COLUMNS"] == (report["units"] % 128 == 0)
     assert {report["kernel"] for report in found} == SM90 | SORTING | MANY | {"experts_sums", "order"}
 
 

@@ -100,9 +100,7 @@ def test_products_of_8_bit_operands(tmp_path: Path) -> None:
         assert not report["loop_spills"]
         assert faults(report | {"spill_bytes": 0}) == []
         assert report["wgmma"] == 2 * STEP // 32 * 2
-        constants = report["constants"]
-        stages = constants.get("PIPELINE") or [constants["STEP"], constants["STAGES"]]
-        assert stages[:2] == report["pipeline"]
+        assert [report["constants"][name] for name in ("STEP", "STAGES")] == report["pipeline"]
 
 
 def operand(rows: int, columns: int, stride: int = 0) -> Scaled:

@@ -90,14 +90,14 @@ FAULTS: tuple[Fault, ...] = (
     ),
     _fault(
         "activation before the bias", _EPILOGUES,
-        "acc = activated(acc, ACTIVATION, ACCURACY)",
+        "acc = activated(acc, ARITHMETIC.activation, ARITHMETIC.accuracy)",
         "added = add_bias(acc * 0.0, bias, batch, cols)\n"
-        "            acc = activated(acc - added, ACTIVATION, ACCURACY) + added",
+        "            acc = activated(acc - added, ARITHMETIC.activation, ARITHMETIC.accuracy) + added",
         "functional/test_linear activation_and_bias_are_applied_once",
     ),
     _fault(
         "atomic sums onto a stale workspace", _SPLIT,
-        "torch.zeros(rows, columns, dtype=torch.float32", "torch.ones(rows, columns, dtype=torch.float32",
+        "left.new_zeros if atomic", "left.new_ones if atomic",
         "functional/test_linear exact_integers_for_any_number_of_splits",
     ),
     _fault(

@@ -10,7 +10,7 @@ _SORTING, _MOVING = "kernels/grouped_gemm/sorting.py", "kernels/grouped_gemm/mov
 EXPERTS: tuple[Fault, ...] = (
     _fault(
         "rows of the next expert in a chunk's place", _SORTING,
-        "place[:, None] > place[None, :]", "place[:, None] >= place[None, :]",
+        "position[:, None] > position[None, :]", "position[:, None] >= position[None, :]",
         "kernels/test_grouped_gemm_sorting random_routing",
     ),
     _fault(

@@ -19,13 +19,13 @@ REDUCTIONS: tuple[Fault, ...] = (
         "functional/test_gemm_reduce indices",
     ),
     _fault(
-        "masked columns taking part", _REDUCE,
-        "c = tl.where(tl.expand_dims(taking, 0), c", "c = tl.where(tl.expand_dims(taking | True, 0), c",
+        "masked columns included", _REDUCE,
+        "c = tl.where(tl.expand_dims(included, 0), c", "c = tl.where(tl.expand_dims(included | True, 0), c",
         "kernels/test_gemm_reduce_kernels masks_and_lengths",
     ),
     _fault(
         "masked rows in both gradients", _BOTH,
-        "taking[:, None] & (rows < P)[None, :]", "inside[:, None] & (rows < P)[None, :]",
+        "included[:, None] & (rows < P)[None, :]", "inside[:, None] & (rows < P)[None, :]",
         "kernels/test_gemm_reduce_kernels both_gradients_at_once",
     ),
     _fault(
@@ -45,7 +45,7 @@ REDUCTIONS: tuple[Fault, ...] = (
     ),
     _fault(
         "tokens of the next query counted", "kernels/maxsim/forward.py",
-        "taking = tokens < length", "taking = tokens < length + 1",
+        "active = tokens < length", "active = tokens < length + 1",
         "functional/test_maxsim ragged_lengths",
     ),
 )  # fmt: skip

@@ -1,53 +1,38 @@
 """Statistics of rows of logits on Hopper, from a product that never leaves the chip."""
 
-from typing import Any
-
 from ...hopper import fence_async_shared, gl, gluon, resources
 from ...matmul.sm90.cooperative import cooperative_ring, multiply
 from ...matmul.sm90.elements import bias_of_columns
 from ...matmul.sm90.loading import Term, load_term
 from ...matmul.sm90.ring import HALF, TILE, column_halves
-from ...matmul.sm90.roles import specialize
+from ...matmul.sm90.roles import warp_specialize
 from ..elements import LOWEST, logits_of
 from ..tile import Partials, add_tile, ranges_of, store_statistics
 
-# Columns of which a thread has two.
+# Columns of which a thread has two in the wgmma layout.
 QUAD = gl.constexpr(8)
 
 
-@resources
+@resources("bands tile_columns group COLUMNS")
 class _Ranges:
-    """The schedule: ``group`` bands of 128 rows at a time, whose columns all programs share out."""
-
-    bands: Any
-    tile_columns: Any
-    group: Any
-    COLUMNS: Any
+    """The schedule: ``group`` bands of 128 rows at a time, whose columns are distributed over all programs."""
 
 
-@resources
+@resources("target_ptr bias_ptr partials M V scales ARITHMETIC")
 class _Statistics:
     """What the epilogue reads and writes besides the product."""
-
-    target_ptr: Any
-    bias_ptr: Any
-    partials: Any
-    M: Any
-    V: Any
-    scales: Any
-    ARITHMETIC: Any
 
 
 @gluon.jit
 def _range_of(schedule, first):
-    """(this program's band, its range of columns, how many there are) in the group of bands from ``first`` on.
+    """(this program's band, its range of columns, the number of ranges) in the group of bands from ``first`` on.
 
-    A range behind the last tile says that the program has nothing to do in the group.
+    The range of a program without work in the group begins past the last tile.
     """
     height = gl.minimum(schedule.group, schedule.bands - first)
     ranges = gl.minimum(gl.num_programs(0) // height, schedule.tile_columns)
     number = gl.program_id(0) // height
-    # The first ranges have a tile more than the others: in every group other programs have them.
+    # The first ranges may have a tile more; rotating them gives these to other programs in every group.
     turned = (number + first // schedule.group * (ranges - schedule.tile_columns % ranges)) % ranges
     own = gl.where(number < ranges, turned, schedule.tile_columns)
     return first + gl.program_id(0) % height, own, ranges
@@ -64,7 +49,7 @@ def _load(ring, schedule, term):
 
 @gluon.jit
 def _value_at(x, column):
-    """Of every row the value in ``column``: half of the candidates are left at every level."""
+    """The value of every row at its ``column``, by bisection of the columns."""
     COLUMNS: gl.constexpr = x.shape[1]
     if COLUMNS > QUAD:
         left, right = column_halves(x)
@@ -92,7 +77,7 @@ def _consume(consumer: gl.constexpr, ring, schedule, steps, given, LEAD: gl.cons
         band, own, ranges = _range_of(schedule, first)
         rows = band * TILE + consumer * HALF + lanes
         target = gl.load(given.target_ptr + rows, mask=rows < given.M, other=-1)
-        # A column is compared in 32 bits; a target that is none stays below all of them.
+        # Columns are compared in 32 bits; a target that is none becomes negative.
         target = gl.where((target >= 0) & (target < given.V), target, -COLUMNS).to(gl.int32)
         top = gl.full([HALF], LOWEST, gl.float32, of_rows)
         total = gl.zeros([HALF], gl.float32, of_rows)
@@ -127,14 +112,15 @@ def _consume(consumer: gl.constexpr, ring, schedule, steps, given, LEAD: gl.cons
 def sm90_statistics_kernel(
     x_desc, w_desc, target_ptr, bias_ptr, top_ptr, total_ptr, spread_ptr, weighted_ptr, chosen_ptr,
     inner, V, tile_columns, M, bands, group, scales,
-    COLUMNS: gl.constexpr, STEP: gl.constexpr, STAGES: gl.constexpr, LEAD: gl.constexpr, ARITHMETIC: gl.constexpr,
+    COLUMNS: gl.constexpr, STAGES: gl.constexpr, LEAD: gl.constexpr, ARITHMETIC: gl.constexpr,
 ):  # fmt: skip
     schedule = _Ranges(bands=bands, tile_columns=tile_columns, group=group, COLUMNS=COLUMNS)
-    ring = cooperative_ring(x_desc, w_desc, COLUMNS, False, True, STEP, STAGES, 2, 1)
+    ring = cooperative_ring(x_desc, w_desc, COLUMNS, False, True, STAGES.step, STAGES.stages, 2, 1)
     given = _Statistics(
         target_ptr=target_ptr, bias_ptr=bias_ptr, M=M, V=V, scales=scales, ARITHMETIC=ARITHMETIC,
         partials=Partials(top_ptr, total_ptr, spread_ptr, weighted_ptr, chosen_ptr),
     )  # fmt: skip
     term = Term(left=x_desc, right=w_desc, other=None, inner=inner, first=0)
     fence_async_shared()
-    specialize(2, _consume, (ring, schedule, gl.cdiv(inner, STEP), given, LEAD), _load, (ring, schedule, term))
+    steps = gl.cdiv(inner, STAGES.step)
+    warp_specialize(2, _consume, (ring, schedule, steps, given, LEAD), _load, (ring, schedule, term))

@@ -1,13 +1,13 @@
-"""A backward pass on Hopper that stores what is hidden: the kernel that stores it, and that of all weight gradients.
+"""A backward pass on Hopper that stores the hidden and its gradient, and the kernel of the weight gradients.
 
-The first one writes the hidden and its gradient. Rows of x stay in registers and rows of dy in shared memory while the
-load warp streams the weights past them, a block of hidden units at a time. The columns that a product sums over come in
-two pieces, which are there one by one; rows of x arrive in the ring of the weights.
+The first kernel keeps rows of x in registers and rows of dy in shared memory while the load warp streams the weights
+past them, a block of hidden units at a time. The inner axis of a product comes in two pieces, each in a stage of its
+own; rows of x arrive in the ring of the weights.
 
-The second one sums ``leftᵀ right`` over rows, in splits. Gradients of up and gate are ``dZᵀ x``, that of down is
-``dyᵀ H``, and the bias gradients are the sums of the left sides, one more product, with a matrix of ones. All of them
-are computed in one launch, so that together they fill the device. The ring and its loads are those of any weight
-gradient; two consumers hold the sums of 64 of left's columns each.
+The second kernel sums ``leftᵀ right`` over rows, in splits. Gradients of up and gate are ``dZᵀ x``, that of down is
+``dyᵀ H``. The bias gradients are the sums of the left operands, computed as a product with a matrix of ones. One launch
+computes all gradients, which together fill the device. Its ring and loads are those of any weight gradient; each of two
+consumers holds the sums of 64 columns of left.
 """
 
 from ...activations import activation_unit, hidden_and_slopes, through_activation
@@ -38,17 +38,17 @@ from ...matmul.sm90.ring import (
     tma_store,
     wait_full,
 )
-from ...matmul.sm90.roles import specialize
+from ...matmul.sm90.roles import warp_specialize
 from ...tiles import split_range
 from ...tuning import CONSUMER_ROWS, StoredConfig
 from ..operands import Matrices, Operands
-from .mainloop import Products, geometries, sizes_and_how
+from .mainloop import Products, geometries
 from .weight_gradient import store_bias_sums, store_sums
 
 
 @gluon.jit
-def _through(ring, desc):
-    """Another operand that comes through a ring, in blocks of the same size."""
+def _sharing_stages(ring, desc):
+    """Another operand that arrives in the stages of a ring, in blocks of the same size."""
     return OperandRing(
         desc=desc, step=0, tiles=ring.tiles, full=ring.full, empty=ring.empty, STAGES=ring.STAGES, TRANSPOSED=False
     )  # fmt: skip
@@ -56,7 +56,7 @@ def _through(ring, desc):
 
 @gluon.jit
 def _load_pieces(ring, first, position):
-    """Both pieces of rows from ``first`` on, or of columns of a matrix that lies transposed."""
+    """Load both pieces of the rows from ``first`` on, or of the columns of a transposed matrix."""
     desc = ring.desc
     for piece in gl.static_range(2):
         stage, full = acquire(ring, position + piece, desc.block_type.nbytes)
@@ -73,16 +73,16 @@ def _load_hidden(products, tiles):
     PIECE: gl.constexpr = dy.desc.block_type.shape[1]
     up_position = 0
     down_position = 0
-    turn = 0
+    count = 0
     for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
         for consumer in gl.static_range(2):
             row = tile * TILE + consumer * HALF
-            mbarrier.wait(dy.empty.index(consumer), (turn & 1) ^ 1)
+            mbarrier.wait(dy.empty.index(consumer), (count & 1) ^ 1)
             mbarrier.expect(dy.full.index(consumer), products.ROW_BYTES)
             for piece in gl.static_range(2):
                 copy_in(dy.desc, [row, piece * PIECE], dy.full.index(consumer), dy.tiles.index(consumer * 2 + piece))
             up_position = _load_pieces(products.x, row, up_position)
-        turn += 1
+        count += 1
         for n in range(0, products.N, products.UNITS):
             if products.gate is not None:
                 up_position = _load_pieces(products.gate, n, up_position)
@@ -98,7 +98,7 @@ def _multiply(left, ring, acc, use_acc: gl.constexpr, position):
 
 @gluon.jit
 def _start_pre_activations(x_0, x_1, products, bias_ptr, n, position):
-    """Starts ``x Wᵀ + bias``, piece by piece."""
+    """Start ``x Wᵀ + bias``, piece by piece."""
     acc = bias_of_columns(bias_ptr, 0, n, products.N, products.UNITS)
     acc = _multiply(x_0, products.up, acc, bias_ptr is not None, position)
     return _multiply(x_1, products.up, acc, True, position + 1)
@@ -113,9 +113,9 @@ def _release(ring, position):
 
 @gluon.jit
 def _take_x(consumer: gl.constexpr, products, position):
-    """Both pieces of the consumer's rows of x in registers, and the position behind everyone's.
+    """Both pieces of the consumer's rows of x in registers, and the next position in the ring.
 
-    All of them come through the ring; another consumer's are passed over.
+    The rows of all consumers arrive in the ring; a consumer skips those of the other one.
     """
     layout: gl.constexpr = gl.DotOperandLayout(0, zeros(HALF, products.UNITS).type.layout, 2)
     for owner in gl.static_range(2):
@@ -139,10 +139,10 @@ def _consume_hidden(consumer: gl.constexpr, products, stored, staging, tiles):
     part_columns = gl.cdiv(products.N, products.UNITS) * products.UNITS
     up_position = 0
     down_position = 0
-    turn = 0
+    count = 0
     for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
         x_0, x_1, up_position = _take_x(consumer, products, up_position)
-        mbarrier.wait(products.dy.full.index(consumer), turn & 1)
+        mbarrier.wait(products.dy.full.index(consumer), count & 1)
         row = tile * TILE + consumer * HALF
         for n in range(0, products.N, products.UNITS):
             if GATED:
@@ -160,7 +160,7 @@ def _consume_hidden(consumer: gl.constexpr, products, stored, staging, tiles):
                 z = warpgroup_mma_wait(2, [z])
                 z_gate = z
             up_position = _release(products.up, up_position)
-            values, slope, gate_slope = hidden_and_slopes(z, z_gate, GATED, products.ACTIVATION, products.ACCURACY)
+            values, slope, gate_slope = hidden_and_slopes(z, z_gate, GATED, products.ARITHMETIC)
             column = n + (PARTS - 1) * part_columns
             tma_store(consumer, stored, row, column, values, staging, 0)
             if GATED:
@@ -168,33 +168,35 @@ def _consume_hidden(consumer: gl.constexpr, products, stored, staging, tiles):
             else:
                 d_hidden = warpgroup_mma_wait(0, [d_hidden])
             down_position = _release(products.down, down_position)
-            dz = through_activation(d_hidden, gate_slope, z_gate, products.ACTIVATION)
+            dz = through_activation(d_hidden, gate_slope, z_gate, products.ARITHMETIC.activation)
             column = n + (PARTS - 2) * part_columns
             tma_store(consumer, stored, row, column, dz, staging, PARTS - 1)
         mbarrier.arrive(products.dy.empty.index(consumer))
-        turn += 1
+        count += 1
     tma.store_wait(0)
 
 
 @gluon.jit(do_not_specialize=["N", "tiles"])
 def _sm90_hidden_gradient_kernel(
     x_desc, dy_desc, up_desc, gate_desc, down_desc, stored_desc, up_bias_ptr, gate_bias_ptr, seed_ptr, N, tiles,
-    UP_STAGES: gl.constexpr, DOWN_STAGES: gl.constexpr, OUT_TILES: gl.constexpr, HOW: gl.constexpr,
+    UP_STAGES: gl.constexpr, DOWN_STAGES: gl.constexpr, OUT_TILES: gl.constexpr, ARITHMETIC: gl.constexpr,
 ):  # fmt: skip
+    UNITS: gl.constexpr = up_desc.block_type.shape[0]
+    UP_BYTES: gl.constexpr = up_desc.block_type.nbytes
     up = operand_ring(up_desc, 0, False, UP_STAGES, 2)
     gate = None
     if gate_desc is not None:
-        gate = _through(up, gate_desc)
-    # The pieces of dy have a stage for each consumer together.
+        gate = _sharing_stages(up, gate_desc)
+    # Both pieces of a consumer's dy share a stage.
     products = Products(
-        x=_through(up, x_desc), dy=operand_ring(dy_desc, 0, False, 2, 1, 2), up=up, gate=gate,
+        x=_sharing_stages(up, x_desc), dy=operand_ring(dy_desc, 0, False, 2, 1, 2), up=up, gate=gate,
         down=operand_ring(down_desc, 0, True, DOWN_STAGES, 2), up_bias_ptr=up_bias_ptr, gate_bias_ptr=gate_bias_ptr,
-        N=N, UNITS=up_desc.block_type.shape[0], CONSUMERS=2, ROW_BYTES=2 * dy_desc.block_type.nbytes,
-        UP_BYTES=up_desc.block_type.nbytes, EVEN_N=False, ACTIVATION=HOW[2], ACCURACY=HOW[3],
+        N=N, UNITS=UNITS, CONSUMERS=2, ROW_BYTES=2 * dy_desc.block_type.nbytes,
+        UP_BYTES=UP_BYTES, EVEN_N=False, ARITHMETIC=ARITHMETIC,
     )  # fmt: skip
     staging = make_staging(stored_desc, OUT_TILES)
     fence_async_shared()
-    specialize(2, _consume_hidden, (products, stored_desc, staging, tiles), _load_hidden, (products, tiles))
+    warp_specialize(2, _consume_hidden, (products, stored_desc, staging, tiles), _load_hidden, (products, tiles))
 
 
 @gluon.jit
@@ -210,15 +212,24 @@ def _load_tile(ring, tile, stored_desc, x_desc, dy_desc, hidden_desc, part_colum
 
 @gluon.jit
 def _store(ptr, bias_ptr, acc, sums, partial, unit, column, units, width):
-    """One consumer's tile of a gradient ``[units, width]``, and of the sums."""
+    """Store one consumer's tile of a gradient ``[units, width]``, and the sums."""
     store_sums(ptr, acc, unit, column, units, width, True, partial)
-    # Each of the columns has the same sum; the other programs of these units store it too.
+    # All columns have the same sum; the other programs of these units store it, too.
     store_bias_sums(bias_ptr, gl.max(sums, 1), unit, units, partial)
 
 
 @gluon.jit
 def _consume_tile(
-    consumer: gl.constexpr, ring, ones, tile, gradients, partial, N, K: gl.constexpr, O: gl.constexpr, HOW: gl.constexpr
+    consumer: gl.constexpr,
+    ring,
+    ones,
+    tile,
+    gradients,
+    partial,
+    N,
+    K: gl.constexpr,
+    O: gl.constexpr,
+    ARITHMETIC: gl.constexpr,
 ):
     part, is_down, unit, column, _, steps = tile
     up_ptr, gate_ptr, down_ptr, up_bias_ptr, gate_bias_ptr, down_bias_ptr = gradients
@@ -239,12 +250,13 @@ def _consume_tile(
             mbarrier.arrive(ring.empty.index((position - 1) % ring.STAGES))
         position += 1
     acc, sums = warpgroup_mma_wait(0, [acc, sums])
-    acc *= activation_unit(HOW[2], HOW[3])
+    UNIT: gl.constexpr = activation_unit(ARITHMETIC.activation, ARITHMETIC.accuracy)
+    acc *= UNIT
     unit += consumer * HALF
     if is_down:
         _store(down_ptr, down_bias_ptr, acc, sums, partial, unit, column, O, N)
     else:
-        sums *= activation_unit(HOW[2], HOW[3])
+        sums *= UNIT
         if part == 0:
             _store(up_ptr, up_bias_ptr, acc, sums, partial, unit, column, N, K)
         else:
@@ -256,7 +268,7 @@ def _stored_weight_gradient_kernel(
     stored_desc, x_desc, dy_desc, hidden_desc,
     up_ptr, gate_ptr, down_ptr, up_bias_ptr, gate_bias_ptr, down_bias_ptr, stride_split, N, part_columns, M, splits,
     K: gl.constexpr, O: gl.constexpr, COLUMNS: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr,
-    HOW: gl.constexpr,
+    ARITHMETIC: gl.constexpr,
 ):  # fmt: skip
     DTYPE: gl.constexpr = stored_desc.dtype
     PROJECTIONS: gl.constexpr = 1 if gate_ptr is None else 2
@@ -271,15 +283,15 @@ def _stored_weight_gradient_kernel(
         column_tiles = gl.cdiv(N, COLUMNS)
     row, end = split_range(split, M, splits, ROWS)
     steps = gl.cdiv(gl.maximum(end - row, 0), ROWS)
-    # A tile of up (part 0), gate or down, from a unit and a column on, over so many steps of the rows from one on.
+    # The gradient (up is part 0, then gate, down), its tile's first unit and column, the first row, steps of rows.
     own = (part, is_down, tile // column_tiles * TILE, tile % column_tiles * COLUMNS, row, steps)
     gradients = (up_ptr, gate_ptr, down_ptr, up_bias_ptr, gate_bias_ptr, down_bias_ptr)
     ring = cooperative_ring(stored_desc, x_desc, COLUMNS, True, False, ROWS, STAGES)
     ones = gl.allocate_shared_memory(DTYPE, [8, ROWS], gl.NVMMASharedLayout.get_default_for([8, ROWS], DTYPE))
     ones.store(gl.full([8, ROWS], 1.0, DTYPE, gl.BlockedLayout([1, 4], [2, 16], [4, 1], [1, 0])))
     fence_async_shared()
-    specialize(
-        2, _consume_tile, (ring, ones, own, gradients, split.to(gl.int64) * stride_split, N, K, O, HOW),
+    warp_specialize(
+        2, _consume_tile, (ring, ones, own, gradients, split.to(gl.int64) * stride_split, N, K, O, ARITHMETIC),
         _load_tile, (ring, own, stored_desc, x_desc, dy_desc, hidden_desc, part_columns, PROJECTIONS),
     )  # fmt: skip
 
@@ -287,18 +299,17 @@ def _stored_weight_gradient_kernel(
 def prepare_stored(
     operands: Operands, matrices: Matrices, split_size: int, splits: int, config: StoredConfig
 ) -> tuple[tuple[int, int, int], Launch, Launch]:
-    """The shape ``[M, parts, N']`` of what is stored, dZ, dZg (gated only) and H, and the launches of both kernels.
+    """The shape ``[M, parts, N']`` of the stored dZ, dZg (gated only) and H, and the launches of both kernels.
 
-    They are in units of ``activation_unit``. ``N'`` is N up to whole blocks; what lies beyond N is not defined.
-
-    The second launch's tensors are what is stored, x, dy, what is stored once more, and those to fill, gradients or the
-    first split's partials: up, gate, down, and of the biases those that are asked for.
+    Its values are still to be multiplied by ``activation_unit``. ``N'`` is N rounded up to whole blocks; columns past N
+    are undefined. The tensors of the second launch are the stored one, x, dy, the stored one again, and the gradients
+    to fill, or the partials of the first split: up, gate, down, and those of the requested biases.
     """
     assert matrices.beside is not None
     _, rows, width, hidden, out_width = operands.sizes()
     tiles = ceil_div(rows, CONSUMER_ROWS * config.consumers)
     parts, part_columns = 2 if matrices.gate is None else 3, ceil_div(hidden, config.block) * config.block
-    _, how = sizes_and_how(operands, matrices)
+    arithmetic = operands.arithmetic.sm90_constants
 
     def stored(block_rows: int, block_columns: int) -> Geometry:
         return dense(rows, parts * part_columns, block_rows, block_columns)
@@ -308,7 +319,7 @@ def prepare_stored(
         min(tiles, config.programs),
         (),
         (hidden, tiles),
-        (config.up_stages, config.down_stages, config.out_tiles, how),
+        (config.up_stages, config.down_stages, config.out_tiles, arithmetic),
         geometries=(
             *geometries(matrices, CONSUMER_ROWS, config.block, config.piece, config.piece),
             stored(CONSUMER_ROWS, config.block),
@@ -319,7 +330,7 @@ def prepare_stored(
         config.weight_tiles(parts - 1, width, hidden, out_width) * splits,
         (split_size, hidden),
         (part_columns, rows, splits),
-        (width, out_width, config.block_columns, config.rows, config.stages, how),
+        (width, out_width, config.block_columns, config.rows, config.stages, arithmetic),
         geometries=(
             stored(config.rows, CONSUMER_ROWS),
             matrices.x.geometry(config.rows, config.block_columns),

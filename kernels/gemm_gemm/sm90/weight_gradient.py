@@ -1,6 +1,6 @@
-"""Weight gradients on Hopper: each consumer keeps 64 hidden units' weights and sums while rows of x and dy stream past.
+"""Weight gradients on Hopper: consumers keep weights and sums of 64 hidden units each; rows of x and dy stream past.
 
-Everything hidden is kept transposed, ``[hidden units, rows]``: it is the left operand of each gradient's product.
+The hidden and its gradients are transposed, ``[hidden units, rows]``: they are left operands of the products.
 """
 
 from ...activations import activation_unit, hidden_and_slopes, through_activation
@@ -9,12 +9,21 @@ from ...launching import Launch
 from ...matmul.sm90.elements import zeros
 from ...matmul.sm90.loading import rows_first
 from ...matmul.sm90.ring import HALF, acquire, wait_full
-from ...matmul.sm90.roles import specialize
+from ...matmul.sm90.roles import warp_specialize
 from ...tiles import only_before, split_range
 from ...tuning import CONSUMER_ROWS, Sm90Config, sm90_width
 from ..blocks import up_gradient
 from ..operands import Matrices, Operands
-from .mainloop import add_product, geometries, load_rows, load_units, make_products, sizes_and_how, start_product
+from .mainloop import (
+    add_product,
+    config_of,
+    geometries,
+    load_rows,
+    load_units,
+    make_products,
+    sizes_of,
+    start_product,
+)
 
 
 @gluon.jit
@@ -37,7 +46,7 @@ def _unit_bias(bias_ptr, units, N):
 
 @gluon.jit
 def _add(values, sums, bias_sums, tile, ptr, bias_ptr, rows, M, EVEN_M: gl.constexpr):
-    """Starts ``sums + values tile`` and adds up ``values``, or what is wanted of that."""
+    """Start ``sums + values tile`` and sum ``values``, as far as there are pointers for the results."""
     # Past M, x and dy load as 0, but 0 times an infinite weight or bias is NaN.
     values = only_before(values, rows, M, EVEN_M)
     if bias_ptr is not None:
@@ -49,9 +58,9 @@ def _add(values, sums, bias_sums, tile, ptr, bias_ptr, rows, M, EVEN_M: gl.const
 
 @gluon.jit
 def store_sums(ptr, sums, unit, column, units, width, UNITS_FIRST: gl.constexpr, first=0):
-    """Stores sums from a unit and a column on into the dense ``[units, width]`` that lies ``first`` elements behind.
+    """Store sums, if there is a pointer, at (unit, column) of the dense ``[units, width]`` that begins at ``first``.
 
-    Or into ``[width, units]``; nothing without a pointer.
+    Without ``UNITS_FIRST`` it is ``[width, units]``.
     """
     if ptr is not None:
         rows = gl.arange(0, sums.shape[0], gl.SliceLayout(1, sums.type.layout))
@@ -68,7 +77,7 @@ def store_sums(ptr, sums, unit, column, units, width, UNITS_FIRST: gl.constexpr,
 
 @gluon.jit
 def store_bias_sums(ptr, sums, unit, units, first=0):
-    """The same of a vector of sums from a unit on."""
+    """The same for a vector of sums."""
     if ptr is not None:
         rows = gl.arange(0, sums.shape[0], sums.type.layout)
         gl.store(ptr + (first + unit) + rows, sums.to(ptr.dtype.element_ty), mask=rows < units - unit)
@@ -112,7 +121,7 @@ def _consume(
         z = start_product(up, x_tile, up_bias)
         if GATED:
             z_gate = start_product(gate, x_tile, gate_bias)
-        # Each product is waited for where its result is needed, so that the next ones run beside the arithmetic.
+        # Wait for each product only where its result is needed: the next ones overlap with the arithmetic.
         PENDING: gl.constexpr = 1 if UP or GATE else 0
         if UP or GATE:
             d_hidden = start_product(down, dy_tile, None)
@@ -121,15 +130,15 @@ def _consume(
             z_gate = warpgroup_mma_wait(PENDING, [z_gate])
         else:
             z_gate = z
-        values, slope, gate_slope = hidden_and_slopes(z, z_gate, GATED, products.ACTIVATION, products.ACCURACY)
+        values, slope, gate_slope = hidden_and_slopes(z, z_gate, GATED, products.ARITHMETIC)
         d_down, _ = _add(values, d_down, d_up_bias, dy_tile, down_ptr, None, row + rows, M, EVEN_M)
         if UP or GATE:
             d_hidden = warpgroup_mma_wait(1 if DOWN else 0, [d_hidden])
         if UP:
-            dz = up_gradient(d_hidden, slope, z, GATED, products.ACTIVATION)
+            dz = up_gradient(d_hidden, slope, z, GATED, products.ARITHMETIC.activation)
             d_up, d_up_bias = _add(dz, d_up, d_up_bias, x_tile, up_ptr, up_bias_ptr, row + rows, M, EVEN_M)
         if GATE:
-            dz = through_activation(d_hidden, gate_slope, z_gate, products.ACTIVATION)
+            dz = through_activation(d_hidden, gate_slope, z_gate, products.ARITHMETIC.activation)
             d_gate, d_gate_bias = _add(dz, d_gate, d_gate_bias, x_tile, gate_ptr, gate_bias_ptr, row + rows, M, EVEN_M)
         if DOWN:
             d_down = warpgroup_mma_wait(0, [d_down])
@@ -139,7 +148,7 @@ def _consume(
             d_gate = warpgroup_mma_wait(0, [d_gate])
         mbarrier.arrive(products.x.empty.index(stage))
         position += 1
-    unit = activation_unit(products.ACTIVATION, products.ACCURACY)
+    unit = activation_unit(products.ARITHMETIC.activation, products.ARITHMETIC.accuracy)
     store_sums(up_ptr, d_up * unit, first_unit, 0, N, K, not TRANSPOSED)
     store_sums(gate_ptr, d_gate * unit, first_unit, 0, N, K, not TRANSPOSED)
     store_sums(down_ptr, d_down * unit, first_unit, 0, N, O, TRANSPOSED)
@@ -152,10 +161,12 @@ def _sm90_weight_gradient_kernel(
     x_desc, dy_desc, up_desc, gate_desc, down_desc, up_bias_ptr, gate_bias_ptr, seed_ptr,
     d_up_ptr, d_gate_ptr, d_down_ptr, d_up_bias_ptr, d_gate_bias_ptr,
     stride_split, N, M, up_step, down_step, splits,
-    K: gl.constexpr, O: gl.constexpr, PIPELINE: gl.constexpr, EVEN_M: gl.constexpr, TRANSPOSED: gl.constexpr,
-    HOW: gl.constexpr,
+    TRANSPOSED: gl.constexpr, CONFIG: gl.constexpr, ARITHMETIC: gl.constexpr,
 ):  # fmt: skip
-    CONSUMERS: gl.constexpr = PIPELINE[0]
+    K: gl.constexpr = CONFIG.k
+    O: gl.constexpr = CONFIG.o
+    EVEN_M: gl.constexpr = CONFIG.even
+    CONSUMERS: gl.constexpr = CONFIG.consumers
     program = gl.program_id(0)
     unit_tiles = gl.cdiv(N, HALF * CONSUMERS)
     number, batch = program % splits, program // splits // unit_tiles
@@ -163,9 +174,9 @@ def _sm90_weight_gradient_kernel(
     first_row, end_row = split_range(number, M, splits, x_desc.block_type.shape[0])
     products = make_products(
         x_desc, dy_desc, up_desc, gate_desc, down_desc, up_bias_ptr, gate_bias_ptr, (N, M, up_step, down_step),
-        PIPELINE, False, HOW, True,
+        False, CONFIG, ARITHMETIC, True,
     )  # fmt: skip
-    # Gradients are dense, one batch entry behind the other. Moved here, pointers take no registers of the consumers.
+    # Gradients are dense, one batch entry after another. Offset here, pointers take no registers of the consumers.
     partial, entry = number.to(gl.int64) * stride_split, batch.to(gl.int64) * N
     if d_up_ptr is not None:
         d_up_ptr += partial + entry * K
@@ -179,7 +190,7 @@ def _sm90_weight_gradient_kernel(
         d_gate_bias_ptr += partial + entry
     gradients = (d_up_ptr, d_gate_ptr, d_down_ptr, d_up_bias_ptr, d_gate_bias_ptr)
     fence_async_shared()
-    specialize(
+    warp_specialize(
         CONSUMERS,
         _consume, (products, first_unit, first_row, end_row, gradients, K, O, EVEN_M, TRANSPOSED),
         _load, (products, batch, first_unit, first_row, end_row),
@@ -195,12 +206,12 @@ def prepare_weight_gradient(
     """
     batch, rows, width, hidden, out_width = operands.sizes()
     even = rows % config.block == 0 and (splits > 1 or batch > 1)
-    sizes, how = sizes_and_how(operands, matrices)
+    compiled = config_of(operands, matrices, config.consumers, config.consumers, config.stages, even)
     return Launch(
         _sm90_weight_gradient_kernel,
         batch * config.row_tiles(hidden) * splits,
         (),
-        (split_size, *sizes, splits),
-        (width, out_width, (config.consumers, config.consumers, config.stages), even, transposed, how),
+        (split_size, *sizes_of(operands, matrices), splits),
+        (transposed, compiled, operands.arithmetic.sm90_constants),
         geometries=geometries(matrices, config.block, CONSUMER_ROWS, sm90_width(width), sm90_width(out_width)),
     )

@@ -1,7 +1,7 @@
 """The warp-specialised kernels for Hopper, beside the generic ones: the forward pass, and the gradient of maxima.
 
-They take 16 bits and an inner dimension up to 128, the forward pass without biases and activation, where the operands
-lie as TMA needs them.
+They take 16-bit operands of an inner dimension up to 128 that TMA can read; the forward pass has neither biases nor an
+activation.
 """
 
 from .forward import prepare_reduce, takes

@@ -1,7 +1,5 @@
 """GEMM-reduce on Hopper: consumers hold rows of the kept side, the load warp streams the reduced side past them."""
 
-from typing import Any
-
 from ...hopper import (
     Matrix,
     fence_async_shared,
@@ -18,34 +16,24 @@ from ...matmul.generic.operands import strides
 from ...matmul.sm90.elements import zeros
 from ...matmul.sm90.loading import load_block, rows_first
 from ...matmul.sm90.ring import HALF, acquire, operand_ring, release_after_load, wait_full
-from ...matmul.sm90.roles import specialize
+from ...matmul.sm90.roles import warp_specialize
 from ...tiles import split_range
 from ...tuning import CONSUMER_ROWS, Sm90ReduceConfig
 from ..operands import ReduceOperands, entry_rows
-from ..reduction import Results, State, nothing, reduce_tile, store_state
+from ..reduction import Results, State, identity, reduce_tile, store_state
 
 
-@resources
+@resources("tiles row_tiles splits R reduced_step lengths_ptr offsets_ptr ROWS BLOCK")
 class _Schedule:
-    """Tiles of ``ROWS`` kept rows, each over one of ``splits`` parts of its entry's reduced rows.
+    """Tiles of ``ROWS`` kept rows, each over one of ``splits`` ranges of the reduced rows of its entry.
 
-    An entry has ``R`` of those, or the rows between two offsets, and of them no more than its length, if it has one.
+    An entry has ``R`` reduced rows, or those between two offsets; only those before its length are active.
     """
-
-    tiles: Any
-    row_tiles: Any
-    splits: Any
-    R: Any
-    reduced_step: Any
-    lengths_ptr: Any
-    offsets_ptr: Any
-    ROWS: Any
-    BLOCK: Any
 
 
 @gluon.jit
 def _tile_at(schedule, index):
-    """(batch entry, its first row, its split, where its reduced rows start, the first of them here and the end)."""
+    """(batch entry, first kept row, split, start of the entry's reduced rows, first and end of the split's)."""
     split = index % schedule.splits
     row = index // schedule.splits % schedule.row_tiles * schedule.ROWS
     batch = index // schedule.splits // schedule.row_tiles
@@ -62,13 +50,13 @@ def _tile_at(schedule, index):
 @gluon.jit
 def _load(kept, reduced, schedule, CONSUMERS: gl.constexpr):
     position = 0
-    turn = 0
+    count = 0
     for index in range(gl.program_id(0), schedule.tiles, gl.num_programs(0)):
         batch, row, _, start, first, end = _tile_at(schedule, index)
-        stage, full = acquire(kept, turn, CONSUMERS * kept.desc.block_type.nbytes)
+        stage, full = acquire(kept, count, CONSUMERS * kept.desc.block_type.nbytes)
         for consumer in gl.static_range(CONSUMERS):
             load_block(kept, batch * kept.step, row + consumer * HALF, full, stage * CONSUMERS + consumer)
-        turn += 1
+        count += 1
         for r in range(first, end, schedule.BLOCK):
             stage, full = acquire(reduced, position, reduced.desc.block_type.nbytes)
             load_block(reduced, start, r, full, stage)
@@ -78,23 +66,23 @@ def _load(kept, reduced, schedule, CONSUMERS: gl.constexpr):
 @gluon.jit
 def _consume(
     consumer: gl.constexpr, kept, reduced, schedule, results, mask_ptr, mask_strides, stride_split, P,
-    CONSUMERS: gl.constexpr, IN_REGISTERS: gl.constexpr, OP: gl.constexpr, END: gl.constexpr,
+    CONSUMERS: gl.constexpr, IN_REGISTERS: gl.constexpr, OP: gl.constexpr, OUTPUT: gl.constexpr,
 ):  # fmt: skip
     BLOCK: gl.constexpr = schedule.BLOCK
     layout: gl.constexpr = zeros(HALF, BLOCK).type.layout
     row_layout: gl.constexpr = gl.SliceLayout(1, layout)
     cols = gl.arange(0, BLOCK, gl.SliceLayout(0, layout))
     position = 0
-    turn = 0
+    count = 0
     for tile in range(gl.program_id(0), schedule.tiles, gl.num_programs(0)):
         batch, row, split, _, first, end = _tile_at(schedule, tile)
-        kept_stage = wait_full(kept, turn)
+        kept_stage = wait_full(kept, count)
         kept_tile = rows_first(kept, kept_stage * CONSUMERS + consumer)
         if IN_REGISTERS:
             kept_tile = kept_tile.load(gl.DotOperandLayout(0, layout, 2))
             release_after_load(kept.empty.index(kept_stage))
         state = State(
-            gl.full([HALF], nothing(OP), gl.float32, row_layout), gl.zeros([HALF], gl.float32, row_layout),
+            gl.full([HALF], identity(OP), gl.float32, row_layout), gl.zeros([HALF], gl.float32, row_layout),
             gl.zeros([HALF], gl.int32, row_layout),
         )  # fmt: skip
         for r in range(first, end, BLOCK):
@@ -110,11 +98,11 @@ def _consume(
             )  # fmt: skip
         if not IN_REGISTERS:
             mbarrier.arrive(kept.empty.index(kept_stage))
-        turn += 1
+        count += 1
         row += consumer * HALF
         rows = gl.arange(0, HALF, row_layout)
         at = split.to(gl.int64) * stride_split + batch.to(gl.int64) * P + row + rows
-        store_state(state, results, at, rows < P - row, batch, OP, END)
+        store_state(state, results, at, rows < P - row, batch, OP, OUTPUT)
 
 
 @gluon.jit(do_not_specialize=["stride_split", "kept_step", "reduced_step", "P", "R", "tiles", "row_tiles", "splits"])
@@ -133,18 +121,18 @@ def _sm90_reduce_kernel(
         tiles=tiles, row_tiles=row_tiles, splits=splits, R=R, reduced_step=reduced_step, lengths_ptr=lengths_ptr,
         offsets_ptr=offsets_ptr, ROWS=HALF * CONSUMERS, BLOCK=BLOCK,
     )  # fmt: skip
-    END: gl.constexpr = "partial" if PARTIAL else "result"
+    OUTPUT: gl.constexpr = "partial" if PARTIAL else "result"
     fence_async_shared()
-    specialize(
+    warp_specialize(
         CONSUMERS, _consume,
         (kept, reduced, schedule, Results(values_ptr, index_ptr, sums_ptr, counts_ptr), mask_ptr, mask_strides,
-         stride_split, P, CONSUMERS, IN_REGISTERS, OP, END),
+         stride_split, P, CONSUMERS, IN_REGISTERS, OP, OUTPUT),
         _load, (kept, reduced, schedule, CONSUMERS),
     )  # fmt: skip
 
 
 def takes(operands: ReduceOperands, config: Sm90ReduceConfig) -> tuple[Matrix, Matrix] | None:
-    """kept and reduced as matrices to copy, or None where this kernel does not compute the call."""
+    """kept and reduced as TMA sees them, or None if this kernel does not support the call."""
     if operands.arithmetic.activation != "identity":
         return None
     if operands.kept_bias is not None or operands.reduced_bias is not None:
@@ -160,11 +148,11 @@ def takes(operands: ReduceOperands, config: Sm90ReduceConfig) -> tuple[Matrix, M
 def prepare_reduce(
     operands: ReduceOperands, matrices: tuple[Matrix, Matrix], splits: int, config: Sm90ReduceConfig
 ) -> Launch:
-    """The launch for matrices that :func:`takes` gave.
+    """The launch for the matrices of :func:`takes`.
 
-    Its tensors are those of the operands; then, as in the generic kernel, what mean divides by, and those to fill
-    ``[Z, P]``, or with several splits their partials ``[splits, Z, P]``: values, indices, and the sums of exponentials
-    of a logsumexp's partials; and None, as the product is never written.
+    Its tensors are those of the operands; then, as in the generic kernel, the divisors of mean, and the results
+    ``[Z, P]`` or with several splits their partials ``[splits, Z, P]``: values, indices, and the sums of exponentials
+    of a logsumexp's partials; and None, because the product is never stored.
     """
     batch, kept, reduced, _ = operands.sizes()
     kept_matrix, reduced_matrix = matrices

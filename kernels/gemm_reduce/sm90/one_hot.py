@@ -1,4 +1,4 @@
-"""Gradient of the reduced side on Hopper, where an index was found: a product with a matrix that is built in registers.
+"""Gradient of the reduced side of a maximum on Hopper: a product with a one-hot matrix that is built in registers.
 
     out[z,r] = Σ_p W[r,p] kept[z,p],    W[r,p] = weights[z,p] where indices[z,p] = r, else 0
 
@@ -24,7 +24,7 @@ from ...launching import Launch, ceil_div
 from ...matmul.sm90.elements import zeros
 from ...matmul.sm90.loading import load_block, rows_first
 from ...matmul.sm90.ring import HALF, acquire, operand_ring, wait_full
-from ...matmul.sm90.roles import specialize
+from ...matmul.sm90.roles import warp_specialize
 from ...matmul.sm90.schedules import RowSchedule, rows_at
 from ...tuning import CONSUMER_ROWS, OneHotPipeline
 
@@ -42,14 +42,14 @@ def _load(kept, schedule, P, BLOCK: gl.constexpr):
 
 @gluon.jit
 def _one_hot(rows, index, weight, dtype: gl.constexpr, layout: gl.constexpr):
-    """The weights ``[rows, index]`` where the two are equal, as the left side of a product."""
+    """The one-hot tile ``[rows, index]``: the weights where both are equal, in the layout of a left operand."""
     found = gl.where(rows == gl.expand_dims(index, 0), gl.expand_dims(weight, 0), 0.0)
     return gl.convert_layout(found.to(dtype), layout)
 
 
 @gluon.jit
 def _chosen(indices_ptr, weights_ptr, entry, cols, P):
-    """(index, weight) of some of the ``P`` kept rows of a batch entry."""
+    """(index, weight) of the kept rows ``cols`` of a batch entry."""
     index = gl.load(indices_ptr + entry + cols, mask=cols < P, other=-1)
     return index, gl.load(weights_ptr + entry + cols, mask=cols < P, other=0.0)
 
@@ -77,14 +77,14 @@ def _consume(
         for p in range(0, P, BLOCK):
             stage = wait_full(kept, position)
             acc = warpgroup_mma(one_hot, rows_first(kept, stage), acc, is_async=True)
-            # Meanwhile the left side of the next product is built, and the numbers for the one after it are fetched.
+            # Meanwhile build the left operand of the next product, and load the indices of the one after it.
             one_hot_next = _one_hot(rows_here, index, weight, DTYPE, left_layout)
             index, weight = _chosen(indices_ptr, weights_ptr, entry, p + 2 * BLOCK + cols, P)
             acc, one_hot = warpgroup_mma_wait(0, [acc, one_hot])
             mbarrier.arrive(kept.empty.index(stage))
             position += 1
             one_hot = one_hot_next
-        # The tile of the turn before may still be on its way out.
+        # The store of the previous tile may still read the buffer.
         tma.store_wait(0)
         out_tile = out_tiles.index(consumer)
         out_tile.reshape([HALF, WIDTH]).store(acc.to(DTYPE))
@@ -103,14 +103,14 @@ def _sm90_one_hot_kernel(
     kept = operand_ring(kept_desc, kept_step, TRANSPOSED, STAGES, CONSUMERS)
     out_tiles = gl.allocate_shared_memory(out_desc.dtype, [CONSUMERS] + out_desc.block_type.shape, out_desc.layout)
     fence_async_shared()
-    specialize(
+    warp_specialize(
         CONSUMERS, _consume, (kept, schedule, indices_ptr, weights_ptr, out_desc, out_tiles, P, R, WIDTH, BLOCK),
         _load, (kept, schedule, P, BLOCK),
     )  # fmt: skip
 
 
 def takes_one_hot(kept: torch.Tensor, config: OneHotPipeline | None) -> Matrix | None:
-    """kept ``[Z, P, K]`` or ``[P, K]`` as a matrix to copy, or None where this kernel does not compute the product."""
+    """kept ``[Z, P, K]`` or ``[P, K]`` as TMA sees it, or None if this kernel does not support the product."""
     if config is None:
         return None
     found = matrix(kept)
@@ -118,10 +118,10 @@ def takes_one_hot(kept: torch.Tensor, config: OneHotPipeline | None) -> Matrix |
 
 
 def prepare_one_hot(kept: Matrix, shape: tuple[int, int, int], P: int, config: OneHotPipeline) -> Launch:
-    """A launch that fills out, contiguous of this shape ``[Z, R, K]`` and of kept's dtype.
+    """The launch that fills out, contiguous of this shape ``[Z, R, K]`` and of kept's dtype.
 
-    Its tensors are kept, out, the indices, int32, and the weights, float32, both contiguous ``[Z, P]``; and None twice,
-    where MaxSim's generic kernel, which takes packed rows, has their offsets and the ends of their blocks.
+    Its tensors are kept, out, the indices, int32, and the weights, float32, both contiguous ``[Z, P]``; and None twice:
+    these are the offsets and block ends of packed rows in MaxSim's generic kernel.
     """
     batch, reduced, width = shape
     row_tiles = ceil_div(reduced, CONSUMER_ROWS * config.consumers)

@@ -7,18 +7,20 @@ biases. Rows sorted by expert: dH is multiplied by the routing weight of its row
 the columns of a tile are partial gradients of that weight.
 """
 
+from typing import NamedTuple
+
 import torch
 
 from ...activations import activation_unit, limited_hidden_and_slopes, through_activation
 from ...device import tl, triton
-from ...dropout import NO_DROPOUT, Dropout, keep_factor
+from ...dropout import NO_DROPOUT, Dropout, DropoutNumbers, keep_factor
 from ...launching import Launch, ceil_div, vector_unit
-from ...tiles import grouped_tile, in_units, load_tile, only_before, store_tile
+from ...tiles import assume_multiple, grouped_tile, load_tile, only_before, store_tile
 from ...tuning import EpilogueTiles
 from ...tuning.grouped_gemm import GroupedTiles
 from ..arithmetic import Arithmetic
 from .mainloop import multiply
-from .operands import DropoutNumbers, GradientOutputs, Operand, PreActivations, SortedTokens, strides
+from .operands import GradientOutputs, Operand, PreActivations, SortedTokens, strides
 from .schedules import GROUP, end_of_rows, swizzled_tile
 
 
@@ -46,12 +48,8 @@ def _gradient_tile(
     ARITHMETIC: tl.constexpr,
 ):  # fmt: skip
     """Store one tile of dZ and dZg; return ``totals`` plus its sums over rows, or plus the tile if BLOCK_INNER is 0."""
-    ACTIVATION: tl.constexpr = ARITHMETIC[0]
-    ACCURACY: tl.constexpr = ARITHMETIC[1]
-    INPUT_PRECISION: tl.constexpr = ARITHMETIC[2]
-    LIMITED: tl.constexpr = ARITHMETIC[3]
     MULTIPLIES: tl.constexpr = BLOCK_INNER != 0
-    UNIT: tl.constexpr = activation_unit(ACTIVATION, ACCURACY)
+    UNIT: tl.constexpr = activation_unit(ARITHMETIC.activation, ARITHMETIC.accuracy)
     M, N = dy.rows, down.rows
     rows = first_row + tl.arange(0, BLOCK_M)
     row_limit = end_of_rows(tokens.slots_ptr, first_row, M, BLOCK_M)
@@ -66,7 +64,9 @@ def _gradient_tile(
             end = tl.where(tl.load(tokens.slots_ptr + first_row) >= 0, end, 0)
         left = Operand(dy.ptr, 0, dy.stride_row, dy.stride_inner, row_limit, end)
         right = Operand(down.ptr, down.stride_batch, down.stride_row, down.stride_inner, N, end)
-        d_hidden = multiply(d_hidden, left, right, rows, cols, expert, 0, end, zero, BLOCK_INNER, INPUT_PRECISION)
+        d_hidden = multiply(
+            d_hidden, left, right, rows, cols, expert, 0, end, zero, BLOCK_INNER, ARITHMETIC.input_precision
+        )  # fmt: skip
     else:
         d_hidden += load_tile(out.dz_ptr, rows, cols, out.stride, 1, M, N).to(tl.float32)
     sources, scaled = rows, d_hidden
@@ -83,10 +83,8 @@ def _gradient_tile(
     z_gate = z
     if GATED:
         z_gate = load_tile(pre.gate_ptr, sources, cols, pre.stride_gm, pre.stride_gn, row_limit, N).to(tl.float32)
-    hidden, slope, gate_slope = limited_hidden_and_slopes(
-        z, z_gate, limits[0], limits[1], GATED, LIMITED, ACTIVATION, ACCURACY
-    )  # fmt: skip
-    dz = scaled * slope if GATED else through_activation(scaled, slope, z, ACTIVATION)
+    hidden, slope, gate_slope = limited_hidden_and_slopes(z, z_gate, limits, GATED, ARITHMETIC)
+    dz = scaled * slope if GATED else through_activation(scaled, slope, z, ARITHMETIC.activation)
     if tokens.slots_ptr is None:
         filled = rows < row_limit
     sums = totals[0] + _stored_and_summed(
@@ -94,7 +92,7 @@ def _gradient_tile(
     )
     gate_sums = totals[1]
     if GATED:
-        d_gate = through_activation(scaled, gate_slope, z_gate, ACTIVATION)
+        d_gate = through_activation(scaled, gate_slope, z_gate, ARITHMETIC.activation)
         gate_sums += _stored_and_summed(
             out.d_gate_ptr, d_gate, filled, rows, cols, out.stride, row_limit, N, UNIT, MULTIPLIES
         )  # fmt: skip
@@ -113,28 +111,36 @@ def _gradient_tile(
     return sums, gate_sums
 
 
+class _Strides(NamedTuple):
+    """Those of the operands, and the row strides of the results: of dZ and dZg, and of the hidden."""
+
+    dy: tuple[int, ...]
+    down: tuple[int, ...]
+    z: tuple[int, ...]
+    gate: tuple[int, ...]
+    gradients: int
+    hidden: int
+
+
 @triton.jit(do_not_specialize=["M", "row_tiles", "zero", "dropout", "limits"])
 def _hidden_gradient_kernel(
     dy_ptr, down_ptr, z_ptr, gate_ptr, dz_ptr, d_gate_ptr, hidden_ptr, sums_ptr, seed_ptr, added_ptr, tile_expert_ptr,
-    slots_ptr, weights_ptr, weight_sums_ptr,
-    dy_strides, down_strides, z_strides, gate_strides, row_strides, O, N,
-    M, row_tiles, zero, dropout, limits,
+    slots_ptr, weights_ptr, weight_sums_ptr, strides, O, N, M, row_tiles, zero, dropout, limits,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_INNER: tl.constexpr, VECTOR: tl.constexpr,
     BLOCK: tl.constexpr, ARITHMETIC: tl.constexpr,
 ):  # fmt: skip
     # Dense rows: a program has ``row_tiles`` tiles below one another. ``zero`` is 0 at run time only (``add_product``).
     # With a BLOCK_INNER of 0, dH is read from the memory of dZ, and tiles are summed elementwise before their rows are.
     GATED: tl.constexpr = gate_ptr is not None
-    stride_zm, stride_gm = in_units(z_strides[0], VECTOR), in_units(gate_strides[0], VECTOR)
+    stride_zm, stride_gm = assume_multiple(strides.z[0], VECTOR), assume_multiple(strides.gate[0], VECTOR)
     tile_columns = tl.cdiv(N, BLOCK_N)
-    N = in_units(N, VECTOR)
-    dy = Operand(dy_ptr, 0, dy_strides[0], dy_strides[1], M, O)
-    down = Operand(down_ptr, down_strides[0], down_strides[2], down_strides[1], N, O)
-    pre = PreActivations(z_ptr, gate_ptr, added_ptr, stride_zm, z_strides[1], stride_gm, gate_strides[1])
-    out = GradientOutputs(
-        dz_ptr, d_gate_ptr, hidden_ptr, in_units(row_strides[0], VECTOR), in_units(row_strides[1], VECTOR)
-    )  # fmt: skip
-    drop = DropoutNumbers(seed_ptr, dropout[0], dropout[1], dropout[2], dropout[3])
+    N = assume_multiple(N, VECTOR)
+    dy = Operand(dy_ptr, 0, *strides.dy, M, O)
+    down = Operand(down_ptr, strides.down[0], strides.down[2], strides.down[1], N, O)
+    pre = PreActivations(z_ptr, gate_ptr, added_ptr, stride_zm, strides.z[1], stride_gm, strides.gate[1])
+    gradient_stride, hidden_stride = assume_multiple(strides.gradients, VECTOR), assume_multiple(strides.hidden, VECTOR)
+    out = GradientOutputs(dz_ptr, d_gate_ptr, hidden_ptr, gradient_stride, hidden_stride)
+    drop = DropoutNumbers(seed_ptr, *dropout)
     if BLOCK_INNER != 0:
         sums = tl.zeros([BLOCK_N], tl.float32)
     else:
@@ -192,13 +198,13 @@ def prepare_hidden_gradient(
     """
     (rows, inner), columns = dy.shape, w_down.shape[-1]
     z, gate = pre
+    laid_out = _Strides(dy.stride(), strides(w_down, 3), z.stride(), strides(gate, 2), *row_strides)
     # No hint beside a product: its accumulator leaves too few registers for vectorised rows.
-    lying = (*row_strides, z.stride(0), 0 if gate is None else gate.stride(0))
-    vector = 1 if tiles.block_inner else vector_unit(z, columns, *lying)
+    vector = 1 if tiles.block_inner else vector_unit(z, columns, *row_strides, laid_out.z[0], laid_out.gate[0])
     return Launch(
         _hidden_gradient_kernel,
         ceil_div(ceil_div(rows, tiles.block_m), row_tiles) * ceil_div(columns, tiles.block_n),
-        (dy.stride(), strides(w_down, 3), z.stride(), strides(gate, 2), row_strides, inner, columns),
+        (laid_out, inner, columns),
         (rows, row_tiles, 0.0, dropout.numbers(), arithmetic.numbers),
         (tiles.block_m, tiles.block_n, tiles.block_inner, vector, block, arithmetic.constants),
         tiles.num_warps,

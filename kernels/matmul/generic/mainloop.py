@@ -52,8 +52,8 @@ def multiply(
     acc, left, right, rows, cols, batch, first, end, zero, BLOCK_INNER: tl.constexpr, INPUT_PRECISION: tl.constexpr
 ):  # fmt: skip
     """The mainloop of a single product: ``acc + left rightᵀ``."""
-    nothing = Operand(None, 0, 0, 0, 0, 0)
+    absent = Operand(None, 0, 0, 0, 0, 0)
     acc, _, _ = mainloop(
-        acc, acc, left, right, nothing, nothing, rows, cols, batch, first, end, zero, BLOCK_INNER, INPUT_PRECISION
+        acc, acc, left, right, absent, absent, rows, cols, batch, first, end, zero, BLOCK_INNER, INPUT_PRECISION
     )  # fmt: skip
     return acc

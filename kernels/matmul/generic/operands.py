@@ -9,8 +9,6 @@ import torch
 Operand = namedtuple("Operand", "ptr stride_batch stride_row stride_inner rows inner")
 # A vector, or a batch of them. Absent if ``ptr`` is None.
 Bias = namedtuple("Bias", "ptr stride_batch stride columns")
-# The ``dropout`` of ``dropout.keep_factor``; nothing is dropped if ``seed_ptr`` is None.
-DropoutNumbers = namedtuple("DropoutNumbers", "seed_ptr limit scale row column")
 # H, and Z and Zg or None: contiguous, with ``width`` columns in memory.
 HiddenOutputs = namedtuple("HiddenOutputs", "hidden_ptr z_ptr gate_ptr row_limit width")
 # The result, or the float32 partials ``[splits, rows, columns]``: contiguous.

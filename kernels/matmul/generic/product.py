@@ -1,42 +1,49 @@
 """act(Σ a wᵀ + b) over one or two pairs of operands, or the partial sums of ranges of the inner axis."""
 
+from typing import NamedTuple
+
 import torch
 
 from ...device import tl, triton
 from ...launching import Launch, ceil_div
-from ...tiles import follow_kernel_before, in_units, split_range, strides_in_units
+from ...tiles import assume_aligned, assume_multiple, split_range, wait_for_previous_kernel
 from ...tuning.grouped_gemm import GroupedTiles
 from ..arithmetic import Arithmetic
-from .epilogues import finish
+from .epilogues import store_product
 from .mainloop import multiply
 from .operands import DENSE, Bias, Operand, ProductOutput, RowOrder, strides
 from .schedules import end_of_rows, expert_of, swizzled_tile
 
 
+class _Strides(NamedTuple):
+    """Those of the operands; both left operands have the same."""
+
+    a: tuple[int, ...]
+    w: tuple[int, ...]
+    w_other: tuple[int, ...]
+    bias: tuple[int, ...]
+
+
 @triton.jit(do_not_specialize=["M", "splits", "zero"])
 def _product_kernel(
-    a_ptr, w_ptr, other_ptr, w_other_ptr, out_ptr, bias_ptr, tile_expert_ptr, slots_ptr,
-    a_strides, w_strides, other_strides, bias_strides, N, K,
-    M, splits, zero,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_INNER: tl.constexpr, SWAPPED: tl.constexpr, END: tl.constexpr,
-    BLOCK: tl.constexpr, ARITHMETIC: tl.constexpr, W_TRANSPOSED: tl.constexpr, UNIT: tl.constexpr,
+    a_ptr, w_ptr, other_ptr, w_other_ptr, out_ptr, bias_ptr, tile_expert_ptr, slots_ptr, strides, N, K, M, splits, zero,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_INNER: tl.constexpr, SWAPPED: tl.constexpr,
+    OUTPUT: tl.constexpr, BLOCK: tl.constexpr, ARITHMETIC: tl.constexpr, W_TRANSPOSED: tl.constexpr, UNIT: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    # Both left operands have equal strides. The result is contiguous. ``zero`` is 0 at run time only (``add_product``).
-    ACTIVATION: tl.constexpr = ARITHMETIC[0]
-    ACCURACY: tl.constexpr = ARITHMETIC[1]
-    INPUT_PRECISION: tl.constexpr = ARITHMETIC[2]
-    follow_kernel_before(DEPENDENT)
-    stride_am, stride_ak = a_strides
-    K, stride_am = in_units(K, UNIT), in_units(stride_am, UNIT)
-    _, stride_wn, stride_wk = strides_in_units(w_strides, W_TRANSPOSED, UNIT)
+    # The result is contiguous. ``zero`` is 0 at run time only (``add_product``).
+    INPUT_PRECISION: tl.constexpr = ARITHMETIC.input_precision
+    wait_for_previous_kernel(DEPENDENT)
+    stride_am, stride_ak = strides.a
+    K, stride_am = assume_multiple(K, UNIT), assume_multiple(stride_am, UNIT)
+    _, stride_wn, stride_wk = assume_aligned(strides.w, W_TRANSPOSED, UNIT)
     if W_TRANSPOSED:
-        N = in_units(N, UNIT)
+        N = assume_multiple(N, UNIT)
     split = 0
     first = 0
     end = K
     if tile_expert_ptr is None:
-        # Few rows: tiles below one another come first, because they share the weights, whose loads take the time.
+        # With few rows, loading the weights takes the time: tiles of one column, which share them, come first.
         row_tiles = tl.cdiv(M, BLOCK_M)
         tiles = row_tiles * tl.cdiv(N, BLOCK_N)
         split = tl.program_id(0) // tiles
@@ -52,7 +59,7 @@ def _product_kernel(
         cols = column * BLOCK_N + tl.arange(0, BLOCK_N)
         row_limit = end_of_rows(slots_ptr, first_row, M, BLOCK_M)
         a = Operand(a_ptr, 0, stride_am, stride_ak, row_limit, K)
-        w = Operand(w_ptr, w_strides[0], stride_wn, stride_wk, N, K)
+        w = Operand(w_ptr, strides.w[0], stride_wn, stride_wk, N, K)
         if SWAPPED:
             # With the smaller operand second, the larger one fills the rows of an MMA instruction.
             acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
@@ -62,12 +69,12 @@ def _product_kernel(
             acc = multiply(acc, a, w, rows, cols, expert, first, end, zero, BLOCK_INNER, INPUT_PRECISION)
         if other_ptr is not None:
             other = Operand(other_ptr, 0, stride_am, stride_ak, row_limit, K)
-            w_other = Operand(w_other_ptr, other_strides[0], other_strides[1], other_strides[2], N, K)
+            w_other = Operand(w_other_ptr, *strides.w_other, N, K)
             acc = multiply(
                 acc, other, w_other, rows, cols, expert, first, end, zero, BLOCK_INNER, INPUT_PRECISION
             )  # fmt: skip
-        bias, out = Bias(bias_ptr, bias_strides[0], bias_strides[1], N), ProductOutput(out_ptr, M, N, row_limit)
-        finish(acc, out, bias, expert, rows, cols, split, END, ACTIVATION, ACCURACY)
+        bias, out = Bias(bias_ptr, *strides.bias, N), ProductOutput(out_ptr, M, N, row_limit)
+        store_product(acc, out, bias, expert, rows, cols, split, OUTPUT, ARITHMETIC)
 
 
 def prepare_product(
@@ -79,25 +86,25 @@ def prepare_product(
     *,
     order: RowOrder = DENSE,
     splits: int = 1,
-    end: str = "result",
+    output: str = "result",
     swapped: bool = False,
     units: tuple[bool, int] = (False, 1),
     dependent: bool = False,
 ) -> Launch:
     """The launch for a ``[M, K]`` and a weight ``[N, K]`` or ``[E, N, K]``, or for two such pairs of equal layout.
 
-    ``end`` says what is stored: see ``epilogues.finish``. ``units`` are whether the weight is transposed, and the
-    alignment hint of both operands (``tiles.in_units``). Its tensors are a, the weight, the other pair, the result, the
+    ``output`` is that of ``epilogues.store_product``. ``units`` are whether the weight is transposed, and the alignment
+    hint of both operands (``tiles.assume_multiple``). Its tensors are a, the weight, the other pair, the result, the
     bias, experts of tiles and slots: None for those that are absent.
     """
     (rows, inner), columns = a.shape, weights[0].shape[-2]
     return Launch(
         _product_kernel,
         ceil_div(rows, tiles.block_m) * ceil_div(columns, tiles.block_n) * splits,
-        (a.stride(), strides(weights[0], 3), strides(weights[1], 3), strides(bias, 2), columns, inner),
+        (_Strides(a.stride(), *[strides(w, 3) for w in weights], strides(bias, 2)), columns, inner),
         (rows, splits, 0.0),
         (
-            tiles.block_m, tiles.block_n, tiles.block_inner, swapped, end, order.block, arithmetic.constants, *units,
+            tiles.block_m, tiles.block_n, tiles.block_inner, swapped, output, order.block, arithmetic.constants, *units,
             dependent,
         ),
         tiles.num_warps,

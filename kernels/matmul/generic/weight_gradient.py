@@ -14,11 +14,11 @@ from .schedules import swizzled_tile
 @triton.jit(do_not_specialize=["M", "splits", "zero"])
 def _weight_and_bias_gradient_kernel(
     a_ptr, b_ptr, dw_ptr, db_ptr, starts_ptr,
-    stride_am, stride_ao, stride_bm, stride_bk, stride_part, stride_wo, stride_wk, O, K,
-    M, splits, zero,
+    a_strides, b_strides, out_strides, O, K, M, splits, zero,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_INNER: tl.constexpr, INPUT_PRECISION: tl.constexpr,
 ):  # fmt: skip
     # A part sums one range of rows: a split, or an expert. ``zero`` is 0 at run time only: see ``tiles.add_product``.
+    stride_part, stride_wo, stride_wk = out_strides
     tiles = tl.cdiv(O, BLOCK_M) * tl.cdiv(K, BLOCK_N)
     part = tl.program_id(0) // tiles
     tile_o, tile_k = swizzled_tile(tl.program_id(0) % tiles, O, K, BLOCK_M, BLOCK_N)
@@ -31,16 +31,16 @@ def _weight_and_bias_gradient_kernel(
         first, end = tl.load(starts_ptr + part), tl.load(starts_ptr + part + 1)
         row_limit = end
     # Both are transposed: the inner axis is their rows.
-    a = Operand(a_ptr, 0, stride_ao, stride_am, O, row_limit)
-    b = Operand(b_ptr, 0, stride_bk, stride_bm, K, row_limit)
+    a = Operand(a_ptr, 0, a_strides[1], a_strides[0], O, row_limit)
+    b = Operand(b_ptr, 0, b_strides[1], b_strides[0], K, row_limit)
     offset = part.to(tl.int64) * stride_part
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     SUMMED: tl.constexpr = db_ptr is not None
     # Programs of the first column of tiles also sum a.
     if SUMMED and tile_k == 0:
-        nothing = Operand(None, 0, 0, 0, 0, 0)
+        absent = Operand(None, 0, 0, 0, 0, 0)
         acc, _, sums = mainloop(
-            acc, acc, a, b, nothing, a, outer, cols, 0, first, end, zero, BLOCK_INNER, INPUT_PRECISION
+            acc, acc, a, b, absent, a, outer, cols, 0, first, end, zero, BLOCK_INNER, INPUT_PRECISION
         )  # fmt: skip
         total = tl.sum(sums, 0).to(db_ptr.dtype.element_ty)
         tl.store(db_ptr + offset + outer, total, mask=outer < O)
@@ -66,7 +66,7 @@ def prepare_weight_gradient(
     return Launch(
         _weight_and_bias_gradient_kernel,
         ceil_div(units, tiles.block_m) * ceil_div(columns, tiles.block_n) * parts,
-        (*a.stride(), *b.stride(), *out_strides, units, columns),
+        (a.stride(), b.stride(), out_strides, units, columns),
         (rows, parts, 0.0),
         (tiles.block_m, tiles.block_n, tiles.block_inner, input_precision),
         tiles.num_warps,

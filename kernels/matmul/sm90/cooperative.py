@@ -1,9 +1,9 @@
-"""The cooperative mainloop: both consumers compute one tile together, half of its rows each.
+"""The cooperative mainloop: both consumers compute one tile, half of its rows each.
 
 For a tile of 128 × 256 an SM loads 48 KiB per step of 64 along the inner axis, where two tiles of 128 × 128 take
-64 KiB, and the tensor cores read a sixth less of shared memory. In return they idle while both consumers are in their
-epilogues. With a ``LEAD`` the second consumer stays that many steps behind the first one, so that one of them keeps the
-tensor cores busy meanwhile.
+64 KiB, and the tensor cores read a sixth less from shared memory. In return they idle while both consumers run their
+epilogues. With a ``LEAD`` the second consumer stays that many steps behind the first, so that their epilogues overlap
+less.
 """
 
 from ...hopper import gl, gluon, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
@@ -16,7 +16,7 @@ def cooperative_ring(
     left_desc, right_desc, COLUMNS: gl.constexpr, LEFT_TRANSPOSED: gl.constexpr, RIGHT_TRANSPOSED: gl.constexpr,
     STEP: gl.constexpr, STAGES: gl.constexpr, READERS: gl.constexpr = 2, LEAD: gl.constexpr = 0,
 ):  # fmt: skip
-    """A ring whose stages both consumers read, with one order barrier if there is a ``LEAD``."""
+    """A ring whose stages both consumers read; a ``LEAD`` takes an order barrier."""
     return make_ring(
         left_desc, right_desc, COLUMNS, LEFT_TRANSPOSED, RIGHT_TRANSPOSED, STEP, STAGES, READERS, 1 if LEAD else 0
     )

@@ -1,11 +1,10 @@
-"""dx on Hopper by groups of hidden units: a launch adds the part of one group to a float32 sum in memory.
+"""dx on Hopper by groups of hidden units: each launch adds the contribution of a group to a float32 sum in memory.
 
-The products of the up projection and of the gate are summed on chip. The first group begins the sum in memory, the last
-one writes dx instead, rounded once. The epilogue reads and writes the sum, while the other consumer is in its mainloop.
+The products of the up projection and of the gate are summed on chip. The first group initialises the sum, the last one
+writes dx instead, rounded once. The epilogue reads and writes the sum while the other consumer runs its mainloop.
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
@@ -15,26 +14,18 @@ from ...tuning import EpiloguePipeline
 from .loading import Term, load_tiles
 from .pingpong import dense_launch, pingpong_ring, store_tiles, zero_halves
 from .ring import HALF, TILE, column_halves, make_staging, tma_store
-from .roles import specialize
+from .roles import warp_specialize
 from .schedules import dense_schedule
 
 
-@resources
+@resources("dx total_ptr rows columns staging FIRST LAST")
 class _Sum:
     """What the epilogue reads and writes: the sum in memory, and dx, which the last group writes."""
-
-    dx: Any
-    total_ptr: Any
-    rows: Any
-    columns: Any
-    staging: Any
-    FIRST: Any
-    LAST: Any
 
 
 @gluon.jit
 def _accumulate(consumer: gl.constexpr, part, row, column, given, stored):
-    """Add the sum in memory to the upper or lower half of a tile, and store it as the sum or, the last time, as dx."""
+    """Add the sum in memory to half of a tile's rows, and store it back, or the last time as dx."""
     layout: gl.constexpr = part.type.layout
     its_rows = gl.expand_dims(row + gl.arange(0, HALF, gl.SliceLayout(1, layout)), 1)
     its_columns = gl.expand_dims(column + gl.arange(0, TILE, gl.SliceLayout(0, layout)), 0)
@@ -61,20 +52,20 @@ def _epilogue(consumer: gl.constexpr, tile, top, bottom, loaded, given, stored):
 @gluon.jit(do_not_specialize=["tile_rows", "rows"])
 def _sm90_data_gradient_kernel(
     dz_desc, up_desc, d_gate_desc, w_gate_desc, dx_desc, total_ptr, inner, columns, tile_columns, tile_rows, rows,
-    RIGHT_TRANSPOSED: gl.constexpr, STEP: gl.constexpr, STAGES: gl.constexpr, PLACES: gl.constexpr,
+    RIGHT_TRANSPOSED: gl.constexpr, STEP: gl.constexpr, STAGES: gl.constexpr, SLOTS: gl.constexpr,
     GROUP: gl.constexpr, FIRST: gl.constexpr, LAST: gl.constexpr,
 ):  # fmt: skip
     PARTS: gl.constexpr = 1 if d_gate_desc is None else 2
     schedule = dense_schedule(tile_rows, tile_columns, GROUP, TILE)
     ring = pingpong_ring(dz_desc, up_desc, RIGHT_TRANSPOSED, STEP, STAGES)
     given = _Sum(
-        dx=dx_desc, total_ptr=total_ptr, rows=rows, columns=columns, staging=make_staging(dx_desc, PLACES), FIRST=FIRST,
+        dx=dx_desc, total_ptr=total_ptr, rows=rows, columns=columns, staging=make_staging(dx_desc, SLOTS), FIRST=FIRST,
         LAST=LAST,
     )  # fmt: skip
     up_term = Term(left=dz_desc, right=up_desc, other=None, inner=inner, first=0)
     gate_term = Term(left=d_gate_desc, right=w_gate_desc, other=None, inner=inner, first=0)
     fence_async_shared()
-    specialize(
+    warp_specialize(
         2, store_tiles, (zero_halves, _epilogue, ring, schedule, PARTS * gl.cdiv(inner, STEP), given),
         load_tiles, (ring, schedule, up_term, gate_term),
     )  # fmt: skip
@@ -91,8 +82,8 @@ def data_gradient(
 ) -> bool:
     """Add ``Σ d_pre @ weight`` to the total: one term, or with a gate two, of d_pre ``[M, n]``, weight ``[n, K]``.
 
-    The ``first`` group begins the total, float32 and contiguous ``[M, K]``; the ``last`` one reads it and writes dx, of
-    the operands' dtype, instead. Weights may be transposed, if all are. Returns False, and computes nothing, if TMA
+    The ``first`` group initialises the total, float32 and contiguous ``[M, K]``; the ``last`` one reads it and writes
+    dx instead, in the operands' dtype. Weights may be transposed, if all are. Returns False, without computing, if TMA
     cannot read an operand. ``ready`` belongs to one prepared call (see ``gemm_gemm.Operands``).
     """
     made = prepared(ready, ("data gradient", first, last), _prepare, terms, dx, first, last, pipeline)

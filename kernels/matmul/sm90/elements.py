@@ -1,6 +1,4 @@
-"""What prologues and epilogues on Hopper share: initial accumulators with a bias, scales, and dropout."""
-
-from typing import Any
+"""Shared parts of prologues and epilogues on Hopper: initial accumulators with a bias, scales, and dropout."""
 
 from ...dropout import LANES as DRAWN_LANES
 from ...dropout import above, swapped, words
@@ -10,42 +8,12 @@ from .ring import HALF, TILE
 LANES = gl.constexpr(DRAWN_LANES)
 
 
-@resources
-class Dropout:
-    """The dropout of a hidden that begins at ``row`` and ``column`` of the mask; none if ``seed_ptr`` is None."""
-
-    seed_ptr: Any
-    limit: Any
-    scale: Any
-    row: Any
-    column: Any
-
-
-@resources
-class Activation:
-    """The arguments of ``activations.limited_hidden_and_slopes``, besides the pre-activations."""
-
-    limit: Any
-    offset: Any
-    GATED: Any
-    LIMITED: Any
-    NAME: Any
-    ACCURACY: Any
-
-
-@resources
+@resources("rows_ptr columns_ptr gate_ptr rows ROW_STRIDE COLUMN_STRIDE")
 class Scales:
     """Float32 scales of the rows and columns of a product of 8-bit values; none if ``rows_ptr`` is None.
 
     A single scale for all ``rows`` has a ``ROW_STRIDE`` of 0, one for all columns a ``COLUMN_STRIDE`` of 0.
     """
-
-    rows_ptr: Any
-    columns_ptr: Any
-    gate_ptr: Any
-    rows: Any
-    ROW_STRIDE: Any
-    COLUMN_STRIDE: Any
 
 
 @gluon.jit
@@ -76,7 +44,7 @@ def scaled(acc, row, column, scales, columns_ptr, bias_ptr, first, N):
 
 @gluon.jit
 def bias_of_columns(bias_ptr, first, column, N, COLUMNS: gl.constexpr):
-    """An accumulator initialised with the bias of its columns, of ``N`` that begin at ``first``; else with zeros."""
+    """An accumulator that is initialised with the bias, whose ``N`` columns begin at ``first``, or with zeros."""
     acc = zeros(HALF, COLUMNS)
     if bias_ptr is not None:
         cols = gl.arange(0, COLUMNS, gl.SliceLayout(0, acc.type.layout))

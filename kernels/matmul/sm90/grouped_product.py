@@ -1,7 +1,5 @@
 """Grouped products on Hopper: rows sorted by expert times their experts' weights, or the sum of two such products."""
 
-from typing import Any
-
 from ...hopper import Matrix, dense, fence_async_shared, gl, gluon, resources
 from ...launching import Launch, ceil_div
 from ...tuning.grouped_gemm_pipelines import COOPERATIVE_COLUMNS, CooperativePipeline
@@ -9,20 +7,15 @@ from .cooperative import cooperative_ring, store_rows, store_tiles
 from .elements import bias_of_columns
 from .loading import Term, load_tiles
 from .ring import HALF, TILE, make_staging
-from .roles import specialize
+from .roles import warp_specialize
 from .schedules import make_schedule
 
 WIDE = gl.constexpr(COOPERATIVE_COLUMNS)
 
 
-@resources
-class _Rows:
+@resources("out bias_ptr columns staging")
+class _Output:
     """What the epilogue reads and writes besides the product."""
-
-    out: Any
-    bias_ptr: Any
-    columns: Any
-    staging: Any
 
 
 @gluon.jit
@@ -41,17 +34,17 @@ def _store(consumer: gl.constexpr, tile, acc, loaded, given, stored):
 def _sm90_grouped_product_kernel(
     a_desc, w_desc, other_desc, other_w_desc, out_desc, bias_ptr, tile_expert_ptr, starts_ptr, inner, columns,
     tile_columns, expert_count, weight_rows,
-    RIGHT_TRANSPOSED: gl.constexpr, STEP: gl.constexpr, STAGES: gl.constexpr, PLACES: gl.constexpr,
+    RIGHT_TRANSPOSED: gl.constexpr, STEP: gl.constexpr, STAGES: gl.constexpr, SLOTS: gl.constexpr,
     GROUP: gl.constexpr,
 ):  # fmt: skip
     PARTS: gl.constexpr = 1 if other_desc is None else 2
     schedule = make_schedule(0, tile_columns, GROUP, tile_expert_ptr, starts_ptr, expert_count, weight_rows, WIDE)
     ring = cooperative_ring(a_desc, w_desc, WIDE, False, RIGHT_TRANSPOSED, STEP, STAGES)
-    given = _Rows(out=out_desc, bias_ptr=bias_ptr, columns=columns, staging=make_staging(out_desc, PLACES))
+    given = _Output(out=out_desc, bias_ptr=bias_ptr, columns=columns, staging=make_staging(out_desc, SLOTS))
     term = Term(left=a_desc, right=w_desc, other=None, inner=inner, first=0)
     other_term = Term(left=other_desc, right=other_w_desc, other=None, inner=inner, first=0)
     fence_async_shared()
-    specialize(
+    warp_specialize(
         2, store_tiles, (_bias, _store, ring, schedule, PARTS * gl.cdiv(inner, STEP), given),
         load_tiles, (ring, schedule, term, other_term),
     )  # fmt: skip
@@ -76,7 +69,7 @@ def prepare_product(
         min(tile_rows * tile_columns, config.programs),
         (a.columns, columns, tile_columns, experts, weights[0].step),
         (),
-        (right_transposed, config.step, config.stages, config.places, config.group),
+        (right_transposed, config.step, config.stages, config.slots, config.group),
         geometries=(
             left,
             right[0],

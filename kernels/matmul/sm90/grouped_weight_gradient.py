@@ -3,8 +3,6 @@
 The number of a tile's steps depends on how many rows its expert has.
 """
 
-from typing import Any
-
 from ...hopper import Matrix, fence_async_shared, gl, gluon, resources, tma
 from ...launching import Launch, ceil_div
 from ...tiles import grouped_tile
@@ -14,21 +12,12 @@ from .elements import zeros
 from .grouped_product import WIDE
 from .loading import load_rows
 from .ring import HALF, TILE, make_staging
-from .roles import specialize
+from .roles import warp_specialize
 
 
-@resources
+@resources("starts_ptr order_ptr tile_rows tile_columns work end STEP GROUP")
 class _GroupedInner:
     """The schedule: the tiles of all experts, each over the rows of its own expert."""
-
-    starts_ptr: Any
-    order_ptr: Any
-    tile_rows: Any
-    tile_columns: Any
-    work: Any
-    end: Any
-    STEP: Any
-    GROUP: Any
 
 
 @gluon.jit
@@ -64,7 +53,7 @@ def _consume(consumer: gl.constexpr, ring, schedule, out_desc, staging, units, o
         acc = multiply(consumer, zeros(HALF, WIDE), ring, position, steps)
         position += steps
         row = unit + consumer * HALF
-        # Past the last unit of an expert begin those of the next one.
+        # The next expert begins past the last unit of this one.
         if row < units:
             stored = store_rows(consumer, out_desc, expert * out_rows + row, column, acc, staging, stored)
     tma.store_wait(0)
@@ -73,16 +62,16 @@ def _consume(consumer: gl.constexpr, ring, schedule, out_desc, staging, units, o
 @gluon.jit(do_not_specialize=["units", "tile_rows", "tile_columns", "work", "out_rows", "end"])
 def _sm90_grouped_weight_gradient_kernel(
     left_desc, right_desc, out_desc, starts_ptr, order_ptr, units, tile_rows, tile_columns, work, out_rows, end,
-    STEP: gl.constexpr, STAGES: gl.constexpr, PLACES: gl.constexpr, GROUP: gl.constexpr,
+    STEP: gl.constexpr, STAGES: gl.constexpr, SLOTS: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
     schedule = _GroupedInner(
         starts_ptr=starts_ptr, order_ptr=order_ptr, tile_rows=tile_rows, tile_columns=tile_columns, work=work, end=end,
         STEP=STEP, GROUP=GROUP,
     )  # fmt: skip
     ring = cooperative_ring(left_desc, right_desc, WIDE, True, False, STEP, STAGES)
-    staging = make_staging(out_desc, PLACES)
+    staging = make_staging(out_desc, SLOTS)
     fence_async_shared()
-    specialize(
+    warp_specialize(
         2, _consume, (ring, schedule, out_desc, staging, units, out_rows),
         _load, (ring, schedule, left_desc, right_desc),
     )  # fmt: skip
@@ -104,7 +93,7 @@ def prepare_grouped_weight_gradient(
         min(work, config.programs),
         (units, tile_rows, tile_columns, work, out.step),
         (left.rows,),
-        (config.step, config.stages, config.places, config.group),
+        (config.step, config.stages, config.slots, config.group),
         geometries=(
             left.geometry(config.step, half),
             right.geometry(config.step, wide),

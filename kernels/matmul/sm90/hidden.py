@@ -1,35 +1,23 @@
 """H on Hopper, and Z and Zg if they are kept; if gated, from both projections in one pass over x."""
 
-from typing import Any
-
 from ...activations import activation_unit, limited_hidden_and_slopes
-from ...dropout import Dropout as DropoutNumbers
+from ...dropout import Dropout, DropoutNumbers
 from ...hopper import Matrix, dense, fence_async_shared, gl, gluon, resources
 from ...launching import Launch
 from ...tuning import EpiloguePipeline
+from ..arithmetic import Arithmetic
 from ..low_rank import LowRank, low_rank_copies
-from .elements import Activation, Dropout, Scales, bias_of_columns, biases_of_halves, draw, dropped, scaled, zeros
+from .elements import Scales, bias_of_columns, biases_of_halves, draw, dropped, scaled, zeros
 from .loading import Term, load_tiles
 from .pingpong import columns_at_once, pingpong_ring, store_tiles
-from .ring import HALF, TILE, column_halves, make_staging, tma_store
-from .roles import specialize
+from .ring import HALF, TILE, Stages, column_halves, make_staging, tma_store
+from .roles import warp_specialize
 from .schedules import make_schedule
 
 
-@resources
+@resources("hidden z z_gate up_bias_ptr gate_bias_ptr N scales dropout limits staging GATED ARITHMETIC")
 class _Hidden:
     """What the epilogue reads and writes besides the product."""
-
-    hidden: Any
-    z: Any
-    z_gate: Any
-    up_bias_ptr: Any
-    gate_bias_ptr: Any
-    N: Any
-    scales: Any
-    dropout: Any
-    activation: Any
-    staging: Any
 
 
 @gluon.jit
@@ -37,7 +25,7 @@ def _biases(tile, given):
     _, column, expert = tile
     if given.scales.rows_ptr is not None:
         acc = zeros(HALF, TILE, 8)
-    elif given.activation.GATED:
+    elif given.GATED:
         acc = biases_of_halves(given.up_bias_ptr, given.gate_bias_ptr, expert * given.N, column, given.N)
     else:
         acc = bias_of_columns(given.up_bias_ptr, expert * given.N, column, given.N, TILE)
@@ -47,21 +35,20 @@ def _biases(tile, given):
 @gluon.jit
 def _activate(consumer: gl.constexpr, z, z_gate, row, column, expert, given, stored):
     """Store the hidden of a quarter of a tile, and kept pre-activations; return the number of stores so far."""
-    how = given.activation
+    GATED: gl.constexpr = given.GATED
+    ARITHMETIC: gl.constexpr = given.ARITHMETIC
     scales, first = given.scales, expert * given.N
     if scales.rows_ptr is not None:
         z = scaled(z, row, column, scales, scales.columns_ptr, given.up_bias_ptr, first, given.N)
-        if how.GATED:
+        if GATED:
             z_gate = scaled(z_gate, row, column, scales, scales.gate_ptr, given.gate_bias_ptr, first, given.N)
-    UNIT: gl.constexpr = activation_unit(how.NAME, how.ACCURACY)
+    UNIT: gl.constexpr = activation_unit(ARITHMETIC.activation, ARITHMETIC.accuracy)
     layout: gl.constexpr = z.type.layout
     if given.z is not None:
         stored = tma_store(consumer, given.z, row, column, z, given.staging, stored)
-        if how.GATED:
+        if GATED:
             stored = tma_store(consumer, given.z_gate, row, column, z_gate, given.staging, stored)
-    hidden, _, _ = limited_hidden_and_slopes(
-        z, z_gate, how.limit, how.offset, how.GATED, how.LIMITED, how.NAME, how.ACCURACY
-    )
+    hidden, _, _ = limited_hidden_and_slopes(z, z_gate, given.limits, GATED, ARITHMETIC)
     if given.dropout.seed_ptr is not None:
         hidden = dropped(hidden, draw(given.dropout, row, column, layout), given.dropout)
     return tma_store(consumer, given.hidden, row, column, hidden * UNIT, given.staging, stored)
@@ -70,10 +57,10 @@ def _activate(consumer: gl.constexpr, z, z_gate, row, column, expert, given, sto
 @gluon.jit
 def _epilogue(consumer: gl.constexpr, tile, top, bottom, loaded, given, stored):
     row, column, expert = tile
-    # A loop, so that the code of a quarter exists once: see the hidden's gradient.
+    # A loop, so that the code of a quarter exists once: see ``hidden_gradient``.
     for half in range(2):
         left, right = column_halves(top)
-        if given.activation.GATED:
+        if given.GATED:
             stored = _activate(consumer, left, right, row + half * HALF, column, expert, given, stored)
         else:
             for side in range(2):
@@ -90,32 +77,28 @@ def _sm90_hidden_kernel(
     x_desc, up_desc, w_gate_desc, hidden_desc, z_desc, gate_desc, u_desc, b_desc, b_gate_desc, up_bias_ptr,
     gate_bias_ptr, seed_ptr, tile_expert_ptr, starts_ptr, x_scale_ptr, up_scale_ptr, gate_scale_ptr, inner, N,
     tile_columns, whole, rank, gate_first, experts, rows, group, dropout, limits,
-    RIGHT_TRANSPOSED: gl.constexpr, PIPELINE: gl.constexpr, SCALE_STRIDES: gl.constexpr, ACTIVATION: gl.constexpr,
+    RIGHT_TRANSPOSED: gl.constexpr, STAGES: gl.constexpr, SCALE_STRIDES: gl.constexpr, ARITHMETIC: gl.constexpr,
 ):  # fmt: skip
-    STEP: gl.constexpr = PIPELINE[0]
+    STEP: gl.constexpr = STAGES.step
     GATED: gl.constexpr = w_gate_desc is not None
     schedule = make_schedule(
         gl.cdiv(rows, TILE), tile_columns, group, tile_expert_ptr, starts_ptr, experts[0], experts[1],
         HALF if GATED else TILE,
     )  # fmt: skip
-    ring = pingpong_ring(x_desc, up_desc, RIGHT_TRANSPOSED, STEP, PIPELINE[1])
+    ring = pingpong_ring(x_desc, up_desc, RIGHT_TRANSPOSED, STEP, STAGES.stages)
     given = _Hidden(
         hidden=hidden_desc, z=z_desc, z_gate=gate_desc, up_bias_ptr=up_bias_ptr, gate_bias_ptr=gate_bias_ptr, N=N,
         scales=Scales(
             rows_ptr=x_scale_ptr, columns_ptr=up_scale_ptr, gate_ptr=gate_scale_ptr, rows=rows,
             ROW_STRIDE=SCALE_STRIDES[0], COLUMN_STRIDE=SCALE_STRIDES[1],
         ),
-        dropout=Dropout(seed_ptr=seed_ptr, limit=dropout[0], scale=dropout[1], row=dropout[2], column=dropout[3]),
-        activation=Activation(
-            limit=limits[0], offset=limits[1], GATED=GATED, NAME=ACTIVATION[0], ACCURACY=ACTIVATION[1],
-            LIMITED=ACTIVATION[2],
-        ),
-        staging=make_staging(hidden_desc, PIPELINE[2]),
+        dropout=DropoutNumbers(seed_ptr, *dropout),
+        limits=limits, staging=make_staging(hidden_desc, STAGES.slots), GATED=GATED, ARITHMETIC=ARITHMETIC,
     )  # fmt: skip
     x_term = Term(left=x_desc, right=up_desc, other=w_gate_desc, inner=inner, first=0)
     low_rank = Term(left=u_desc, right=b_desc, other=b_gate_desc, inner=rank, first=gate_first)
     fence_async_shared()
-    specialize(
+    warp_specialize(
         2, store_tiles, (_biases, _epilogue, ring, schedule, gl.cdiv(whole, STEP), given),
         load_tiles, (ring, schedule, x_term, low_rank),
     )  # fmt: skip
@@ -127,21 +110,19 @@ def prepare_hidden(
     gate: Matrix | None,
     columns: int,
     keep: bool,
-    activation: str,
-    accuracy: str,
+    arithmetic: Arithmetic,
     pipeline: EpiloguePipeline,
-    dropout: DropoutNumbers,
-    low_rank: LowRank | None,
+    dropout: Dropout,
+    low_rank: LowRank | None = None,
     experts: int = 0,
-    limits: tuple[float, float] | None = None,
     width: int = 0,
 ) -> Launch | None:
     """The launch for these operands and results with ``columns`` columns; None if TMA cannot read ``low_rank``.
 
     Its tensors are x, up, gate, hidden, Z, Zg, the three of ``LowRank.copied``, the biases of up and of the gate, the
     dropout's seed, the expert of each row of tiles, the first row of each expert, and the scales of x, up and the gate.
-    With ``experts``, rows are sorted by expert, and both weights stack those of all experts. ``limits`` are those of
-    :func:`limited_hidden_and_slopes`. If ``width`` is given, results have that many columns in memory.
+    With ``experts``, rows are sorted by expert, and both weights stack those of all experts. If ``width`` is given,
+    results have that many columns in memory.
     """
     tile, half = TILE.value, HALF.value
     rows = x.rows
@@ -159,10 +140,10 @@ def prepare_hidden(
             x.columns, columns, tile_columns, copies.whole(x.columns, pipeline.step), copies.columns, copies.first,
             (experts, up.step),
         ),
-        (rows, pipeline.group, dropout.numbers(), limits or (0.0, 0.0)),
+        (rows, pipeline.group, dropout.numbers(), arithmetic.numbers),
         (
-            right_transposed, (pipeline.step, pipeline.stages, pipeline.places), (x.scale_stride, up.scale_stride),
-            (activation, accuracy, limits is not None),
+            right_transposed, Stages(pipeline.step, pipeline.stages, pipeline.slots),
+            (x.scale_stride, up.scale_stride), arithmetic.sm90_constants,
         ),
         geometries=(
             x.geometry(half, pipeline.step),

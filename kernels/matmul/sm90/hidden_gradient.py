@@ -4,54 +4,45 @@ A second load warp loads the pre-activations of a tile, a quarter at a time, dur
 own elements of a column; the sums of all threads are reduced only when those of a band are complete.
 """
 
-from typing import Any
+from typing import NamedTuple
 
 from ...activations import activation_unit, limited_hidden_and_slopes, through_activation
-from ...dropout import Dropout as DropoutNumbers
+from ...dropout import Dropout, DropoutNumbers
 from ...hopper import Matrix, copy_in, dense, fence_async_shared, gl, gluon, mbarrier, resources, tma
 from ...launching import Launch
 from ...tiles import only_before
 from ...tuning import EpiloguePipeline
+from ..arithmetic import Arithmetic
 from ..low_rank import LowRank, low_rank_copies
-from .elements import Activation, Dropout, Scales, draw, dropped, scaled, zeros
+from .elements import Scales, draw, dropped, scaled, zeros
 from .loading import Term, load_tiles
 from .pingpong import columns_at_once, mma_tiles, pingpong_ring
-from .ring import HALF, TILE, column_halves, make_barriers, make_staging, stage_of, tma_store
-from .roles import specialize
+from .ring import HALF, TILE, Stages, column_halves, make_barriers, make_staging, stage_of, tma_store
+from .roles import warp_specialize
 from .schedules import make_schedule, tile_at, tile_count
 
 
-@resources
+class _Variant(NamedTuple):
+    """Whether down is transposed, columns are whole tiles, and sums stay on chip; and the strides of scales."""
+
+    down_transposed: bool
+    whole_columns: bool
+    sums_stay: bool
+    row_scale_stride: int
+    column_scale_stride: int
+
+
+@resources("tiles full empty STAGES")
 class _Quarters:
     """The ring of pre-activations: ``STAGES`` stages for each consumer, with a quarter of its tile each."""
 
-    tiles: Any
-    full: Any
-    empty: Any
-    STAGES: Any
 
-
-@resources
+@resources(
+    "dz d_gate hidden sums_ptr added_ptr weights_ptr weight_sums_ptr M N scales dropout limits quarters staging GATED "
+    "ARITHMETIC BITS VARIANT"
+)
 class _Gradient:
     """What the epilogue reads and writes besides the product; ``weights_ptr``: routing weights of sorted rows."""
-
-    dz: Any
-    d_gate: Any
-    hidden: Any
-    sums_ptr: Any
-    added_ptr: Any
-    weights_ptr: Any
-    weight_sums_ptr: Any
-    M: Any
-    N: Any
-    scales: Any
-    dropout: Any
-    activation: Any
-    quarters: Any
-    staging: Any
-    SUMS_STAY: Any
-    WHOLE_COLUMNS: Any
-    BITS: Any
 
 
 @gluon.jit
@@ -81,7 +72,8 @@ def _load_pre_activations(z_desc, gate_desc, quarters, schedule):
 
 
 @gluon.jit
-def _take(consumer: gl.constexpr, quarters, position, layout: gl.constexpr):
+def _wait_for_quarter(consumer: gl.constexpr, quarters, position, layout: gl.constexpr):
+    """A quarter of pre-activations in registers, once it has arrived."""
     stage, phase = stage_of(position, quarters.STAGES)
     stage += consumer * quarters.STAGES
     mbarrier.wait(quarters.full.index(stage), phase)
@@ -90,7 +82,7 @@ def _take(consumer: gl.constexpr, quarters, position, layout: gl.constexpr):
 
 @gluon.jit
 def _release(consumer: gl.constexpr, quarters, position, PARTS: gl.constexpr):
-    """Release the stages of pre-activations.
+    """Release the stages of a quarter's pre-activations.
 
     Only after a result that depends on all of them is stored: the next copy must not overtake a pending read.
     """
@@ -128,7 +120,7 @@ def _weights_of(weights_ptr, row):
 
 
 @gluon.jit
-def _through_quarter(
+def _store_quarter(
     consumer: gl.constexpr, d_hidden, row, column, position, stored, sums, weights, weight_sums, given
 ):  # fmt: skip
     """Store the results of a quarter of a tile, and add its sums to ``sums``, or store them at once if gated.
@@ -136,33 +128,31 @@ def _through_quarter(
     With routing weights, ``d_hidden`` comes unweighted, and the hidden is stored weighted; the quarter's part of the
     gradient of each row's weight is added to ``weight_sums``.
     """
-    how = given.activation
+    GATED: gl.constexpr = given.GATED
+    ARITHMETIC: gl.constexpr = given.ARITHMETIC
     layout: gl.constexpr = d_hidden.type.layout
-    WHOLE: gl.constexpr = activation_unit(how.NAME, how.ACCURACY)
+    WHOLE: gl.constexpr = activation_unit(ARITHMETIC.activation, ARITHMETIC.accuracy)
     WEIGHTED: gl.constexpr = given.weights_ptr is not None
-    # The routing weights are multiplied by it instead.
+    # Routing weights are multiplied by the unit instead of the results.
     UNIT: gl.constexpr = 1.0 if WEIGHTED else WHOLE
-    GATED: gl.constexpr = how.GATED
     PARTS: gl.constexpr = 2 if GATED else 1
-    # Compute and round both early: waiting for their stores in float32 they would take too many registers.
+    # Compute and round both gradients before storing them: in float32 they would take too many registers meanwhile.
     BOTH_FIRST: gl.constexpr = GATED and given.sums_ptr is None
     if given.scales.rows_ptr is not None:
         d_hidden = scaled(d_hidden, row, column, given.scales, given.scales.columns_ptr, None, 0, given.N)
     if WEIGHTED:
-        # Here, where few registers are live. Past N the hidden needs no mask: TMA loads its pre-activations as 0.
+        # Masked here, where few registers are live. The hidden needs no mask: TMA loads pre-activations past N as 0.
         cols = column + gl.arange(0, HALF, gl.SliceLayout(0, layout))
-        d_hidden = only_before(d_hidden, cols, given.N, given.WHOLE_COLUMNS)
+        d_hidden = only_before(d_hidden, cols, given.N, given.VARIANT.whole_columns)
     if given.dropout.seed_ptr is not None:
         kept = draw(given.dropout, row, column, layout)
         d_hidden = dropped(d_hidden, kept, given.dropout)
-    z = _take(consumer, given.quarters, position, layout)
+    z = _wait_for_quarter(consumer, given.quarters, position, layout)
     if GATED:
-        z_gate = _take(consumer, given.quarters, position + 1, layout)
+        z_gate = _wait_for_quarter(consumer, given.quarters, position + 1, layout)
     else:
         z_gate = z
-    hidden, slope, gate_slope = limited_hidden_and_slopes(
-        z, z_gate, how.limit, how.offset, GATED, how.LIMITED, how.NAME, how.ACCURACY
-    )
+    hidden, slope, gate_slope = limited_hidden_and_slopes(z, z_gate, given.limits, GATED, ARITHMETIC)
     if WEIGHTED:
         weight_sums += gl.sum(d_hidden * hidden, 1) * WHOLE
         weights = gl.expand_dims(weights * WHOLE, 1)
@@ -170,7 +160,7 @@ def _through_quarter(
         d_hidden *= weights
     if BOTH_FIRST:
         dz = d_hidden * slope * UNIT
-        d_gate = through_activation(d_hidden, gate_slope, z_gate, how.NAME) * UNIT
+        d_gate = through_activation(d_hidden, gate_slope, z_gate, ARITHMETIC.activation) * UNIT
         if WEIGHTED:
             # Padding, whose routing weight is 0, must give 0: 0 times an infinite weight of the layer is NaN.
             dz, d_gate = gl.where(weights != 0, dz, 0.0), gl.where(weights != 0, d_gate, 0.0)
@@ -187,7 +177,7 @@ def _through_quarter(
         if GATED:
             dz = d_hidden * slope * UNIT
         else:
-            dz = through_activation(d_hidden, slope, z, how.NAME) * UNIT
+            dz = through_activation(d_hidden, slope, z, ARITHMETIC.activation) * UNIT
             if WEIGHTED:
                 dz = gl.where(weights != 0, dz, 0.0)
     stored = tma_store(consumer, given.dz, row, column, dz, given.staging, stored)
@@ -201,7 +191,7 @@ def _through_quarter(
             sums += _own_sums(dz, given.M - row)
     if GATED:
         if not BOTH_FIRST:
-            d_gate = through_activation(d_hidden, gate_slope, z_gate, how.NAME) * UNIT
+            d_gate = through_activation(d_hidden, gate_slope, z_gate, ARITHMETIC.activation) * UNIT
         stored = tma_store(consumer, given.d_gate, row, column, d_gate, given.staging, stored)
         if given.sums_ptr is not None:
             _store_sums(band_ptr + given.N, _own_sums(d_gate, given.M - row), column, given.N)
@@ -237,14 +227,14 @@ def _epilogue(consumer: gl.constexpr, tile, top, bottom, weights, given, state):
     position, stored, left_sums, right_sums, no_left, no_right = state
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
     top_weights, bottom_weights = weights
-    # The quarters take turns in the same registers, so that their code exists once: fetching the instructions of four
-    # copies took 22 of 128 µs (16,384 × 512 × 2048 on an H100), and 142 of 258 with a gate and sums.
+    # A loop over the quarters, so that their code exists once: fetching the instructions of four copies took 22 of
+    # 128 µs (16,384 × 512 × 2048 on an H100), and 142 of 258 with a gate and sums.
     for half in range(2):
         left, right = column_halves(top)
         row = first_row + half * HALF
         weight_sums = gl.zeros([HALF], gl.float32, gl.SliceLayout(1, layout))
         for side in range(2):
-            position, stored, sums, weight_sums = _through_quarter(
+            position, stored, sums, weight_sums = _store_quarter(
                 consumer, left, row, column + side * HALF, position, stored, left_sums, top_weights, weight_sums, given
             )
             left, left_sums, right_sums = right, right_sums, sums
@@ -252,7 +242,7 @@ def _epilogue(consumer: gl.constexpr, tile, top, bottom, weights, given, state):
             row_ptr = given.weight_sums_ptr + (column // TILE).to(gl.int64) * given.M + row
             gl.store(row_ptr + gl.arange(0, HALF, gl.SliceLayout(1, layout)), weight_sums)
         top, top_weights = bottom, bottom_weights
-    if given.sums_ptr is not None and not given.activation.GATED and not given.SUMS_STAY:
+    if given.sums_ptr is not None and not given.GATED and not given.VARIANT.sums_stay:
         band_ptr = given.sums_ptr + (first_row // TILE).to(gl.int64) * given.N
         _store_sums(band_ptr, left_sums, column, given.N)
         _store_sums(band_ptr, right_sums, column + HALF, given.N)
@@ -265,12 +255,12 @@ def _consume(consumer: gl.constexpr, ring, schedule, steps, given):
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
     position = 0
     stored = 0
-    # Two values, because a loop that swaps two variables with the same initial value would take them for unchanged.
+    # Two values: a loop that swaps two variables with the same initial value would treat them as unchanged.
     no_left = _own_sums(gl.zeros([HALF, HALF], gl.float32, layout), HALF)
     no_right = _own_sums(gl.zeros([HALF, HALF], gl.float32, layout), HALF)
     state = (position, stored, no_left, no_right, no_left, no_right)
     state = mma_tiles(consumer, ring, schedule, steps, _prologue, _epilogue, given, state)
-    if given.sums_ptr is not None and not given.activation.GATED and given.SUMS_STAY:
+    if given.sums_ptr is not None and not given.GATED and given.VARIANT.sums_stay:
         # A consumer without a tile stores zeros.
         column = gl.program_id(0) % schedule.tile_columns * TILE
         band = gl.program_id(0) // schedule.tile_columns * 2 + consumer
@@ -285,13 +275,15 @@ def _sm90_epilogue_gradient_kernel(
     dy_desc, down_desc, z_desc, gate_desc, dz_desc, d_gate_desc, hidden_desc, v_desc, a_desc, sums_ptr, seed_ptr,
     added_ptr, tile_expert_ptr, starts_ptr, weights_ptr, weight_sums_ptr, dy_scale_ptr, down_scale_ptr, inner, N,
     tile_columns, whole, rank, experts, tile_rows, group, M, dropout, limits,
-    LAYOUT: gl.constexpr, PIPELINE: gl.constexpr, ACTIVATION: gl.constexpr,
+    VARIANT: gl.constexpr, STAGES: gl.constexpr, ARITHMETIC: gl.constexpr,
 ):  # fmt: skip
-    STEP: gl.constexpr = PIPELINE[0]
-    STAGES: gl.constexpr = PIPELINE[1]
-    Z_STAGES: gl.constexpr = PIPELINE[2]
+    STEP: gl.constexpr = STAGES.step
+    Z_STAGES: gl.constexpr = STAGES.z_stages
+    BITS: gl.constexpr = dy_desc.dtype.primitive_bitwidth
+    ROW_STRIDE: gl.constexpr = VARIANT.row_scale_stride
+    COLUMN_STRIDE: gl.constexpr = VARIANT.column_scale_stride
     schedule = make_schedule(tile_rows, tile_columns, group, tile_expert_ptr, starts_ptr, experts[0], experts[1], TILE)
-    ring = pingpong_ring(dy_desc, down_desc, LAYOUT[0], STEP, STAGES)
+    ring = pingpong_ring(dy_desc, down_desc, VARIANT.down_transposed, STEP, STAGES.stages)
     tiles = gl.allocate_shared_memory(z_desc.dtype, [2 * Z_STAGES, HALF, HALF], z_desc.layout)
     quarters = _Quarters(
         tiles=tiles, full=make_barriers(2 * Z_STAGES, 1), empty=make_barriers(2 * Z_STAGES, 1), STAGES=Z_STAGES
@@ -300,21 +292,17 @@ def _sm90_epilogue_gradient_kernel(
         dz=dz_desc, d_gate=d_gate_desc, hidden=hidden_desc, sums_ptr=sums_ptr, added_ptr=added_ptr,
         weights_ptr=weights_ptr, weight_sums_ptr=weight_sums_ptr, M=M, N=N,
         scales=Scales(
-            rows_ptr=dy_scale_ptr, columns_ptr=down_scale_ptr, gate_ptr=None, rows=M, ROW_STRIDE=LAYOUT[2],
-            COLUMN_STRIDE=LAYOUT[3],
+            rows_ptr=dy_scale_ptr, columns_ptr=down_scale_ptr, gate_ptr=None, rows=M, ROW_STRIDE=ROW_STRIDE,
+            COLUMN_STRIDE=COLUMN_STRIDE,
         ),
-        dropout=Dropout(seed_ptr=seed_ptr, limit=dropout[0], scale=dropout[1], row=dropout[2], column=dropout[3]),
-        activation=Activation(
-            limit=limits[0], offset=limits[1], GATED=gate_desc is not None, NAME=ACTIVATION[0], ACCURACY=ACTIVATION[1],
-            LIMITED=ACTIVATION[2],
-        ),
-        quarters=quarters, staging=make_staging(dz_desc, PIPELINE[3]), SUMS_STAY=PIPELINE[4],
-        WHOLE_COLUMNS=LAYOUT[1], BITS=dy_desc.dtype.primitive_bitwidth,
+        dropout=DropoutNumbers(seed_ptr, *dropout), limits=limits, quarters=quarters,
+        staging=make_staging(dz_desc, STAGES.slots), GATED=gate_desc is not None,
+        ARITHMETIC=ARITHMETIC, BITS=BITS, VARIANT=VARIANT,
     )  # fmt: skip
     dy_term = Term(left=dy_desc, right=down_desc, other=None, inner=inner, first=0)
     low_rank = Term(left=v_desc, right=a_desc, other=None, inner=rank, first=0)
     fence_async_shared()
-    specialize(
+    warp_specialize(
         2, _consume, (ring, schedule, gl.cdiv(whole, STEP), given),
         load_tiles, (ring, schedule, dy_term, low_rank),
         _load_pre_activations, (z_desc, gate_desc, quarters, schedule),
@@ -329,18 +317,16 @@ def prepare_hidden_gradient(
     row_strides: tuple[int, int],
     keep_hidden: bool,
     bias: bool,
-    activation: str,
-    accuracy: str,
+    arithmetic: Arithmetic,
     pipeline: EpiloguePipeline,
-    dropout: DropoutNumbers,
-    low_rank: LowRank | None,
+    dropout: Dropout,
+    low_rank: LowRank | None = None,
     experts: int = 0,
-    limits: tuple[float, float] | None = None,
 ) -> Launch | None:
     """The launch for operands of these layouts; ``row_strides`` are those of the gradients and of the hidden.
 
     None if TMA cannot read ``low_rank``. With ``experts``, rows are sorted by expert and have routing weights; ``down``
-    stacks the weights of all experts. ``limits`` are those of :func:`limited_hidden_and_slopes`.
+    stacks the weights of all experts.
 
     Its tensors are dy, down, Z, Zg, dZ, dZg, hidden, the first two of ``LowRank.copied``, the sums
     ``[bands, parts × N]``, the dropout's seed, the addend of dH, contiguous; the expert of each row of tiles, the first
@@ -351,7 +337,7 @@ def prepare_hidden_gradient(
     rows, columns = z.rows, z.columns
     tile_rows, tile_columns = -(-rows // tile), -(-columns // tile)
     stays = pipeline.stays and bias and z_gate is None and tile_rows > 1 and not experts
-    # Always True without experts, as only their kernels sum over columns: no other variant is compiled twice.
+    # Only kernels for experts sum over columns; True for all others saves a variant.
     whole_columns = not experts or columns % tile == 0
     programs = pipeline.programs_for_columns(tile_columns) if stays else pipeline.programs
     assert programs > 0, "planned for fewer columns of tiles"
@@ -368,11 +354,10 @@ def prepare_hidden_gradient(
             dy.columns, columns, tile_columns, copies.whole(dy.columns, pipeline.step), copies.columns,
             (experts, down.step),
         ),
-        (tile_rows, 1 if stays else pipeline.group, rows, dropout.numbers(), limits or (0.0, 0.0)),
+        (tile_rows, 1 if stays else pipeline.group, rows, dropout.numbers(), arithmetic.numbers),
         (
-            (down.transposed, whole_columns, dy.scale_stride, down.scale_stride),
-            (pipeline.step, pipeline.stages, pipeline.z_stages, pipeline.places, stays),
-            (activation, accuracy, limits is not None),
+            _Variant(down.transposed, whole_columns, stays, dy.scale_stride, down.scale_stride),
+            Stages(pipeline.step, pipeline.stages, pipeline.slots, pipeline.z_stages), arithmetic.sm90_constants,
         ),
         geometries=(
             dy.geometry(half, pipeline.step),

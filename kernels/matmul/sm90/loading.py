@@ -1,25 +1,17 @@
 """The load warp: TMA copies of the operands of one tile after another into the stages of the ring."""
 
-from typing import Any
-
 from ...hopper import copy_in, gl, gluon, reinterpret, resources
 from .ring import HALF, acquire
 from .schedules import tile_at, tile_count
 
 
-@resources
+@resources("left right other inner first")
 class Term:
     """One of the products that a tile sums: descriptors of its operands, and the length of its inner axis.
 
     If ``other`` is given, half of the tile's columns are products with it. Its inner axis begins at ``first``: TMA
     loads zeros before that.
     """
-
-    left: Any
-    right: Any
-    other: Any
-    inner: Any
-    first: Any
 
 
 @gluon.jit
@@ -112,7 +104,7 @@ def load_rows(ring, left_desc, right_desc, unit, column, row, steps, position):
 
 @gluon.jit
 def load_block(ring, start, first, full, index):
-    """Copy a block into an ``OperandRing``: rows from ``first`` on of the entry that begins at ``start``."""
+    """Copy a block into an ``OperandRing``: the rows from ``first`` on of the batch entry that begins at ``start``."""
     APART: gl.constexpr = len(ring.desc.block_type.shape) == 3
     if APART:
         copy_in(ring.desc, [start, 0, first], full, ring.tiles.index(index))
@@ -124,7 +116,7 @@ def load_block(ring, start, first, full, index):
 
 @gluon.jit
 def rows_first(ring, index):
-    """A block of an ``OperandRing`` as ``[rows, columns]``, however it lies in memory."""
+    """A block of an ``OperandRing`` as ``[rows, columns]``, whatever its layout in memory."""
     tile = ring.tiles.index(index)
     APART: gl.constexpr = len(tile.shape) == 3
     if APART:

@@ -1,9 +1,9 @@
 """The ping-pong mainloop: two consumers alternate, each with every other tile.
 
 While one consumer has the tensor cores, the other one runs its epilogue: elementwise arithmetic and stores cost no
-tensor core time as long as they take less than a mainloop. Consumers take turns at the ring: each waits on its own
-barrier of ``Ring.order``, and the other one arrives on it. Without that, the phase of a stage's barrier could not tell
-a filling from the one two before it.
+tensor core time as long as they take less than a mainloop. The mainloops alternate: each consumer waits on its own
+mbarrier of ``Ring.order``, and the other one arrives on it. Otherwise a consumer could fall two fillings of a stage
+behind, where the phase of the stage's mbarrier is the same again.
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ from .schedules import tile_at, tile_count
 
 
 def columns_at_once(right_transposed: bool, paired: bool = False) -> int:
-    """Columns that one copy of the right operand has; ``paired``: half of a tile's columns are of another operand."""
+    """Columns per copy of the right operand; ``paired``: half of a tile's columns belong to another operand."""
     return HALF.value if right_transposed or paired else TILE.value
 
 
@@ -34,7 +34,7 @@ def dense_launch(
 
     Its tensors are left ``[M, K]`` and right ``[K, N]`` of ``most_terms`` terms, None for absent ones, and the result;
     its numbers K, N and the columns of tiles; its free numbers the rows of tiles and M; its constants whether right
-    operands are transposed, the pipeline's step, stages, places and group, and ``constants``.
+    operands are transposed, the pipeline's step, stages, slots and group, and ``constants``.
     """
     left, right = terms[0]
     tile_rows, tile_columns = ceil_div(out.rows, TILE.value), ceil_div(out.columns, TILE.value)
@@ -49,7 +49,7 @@ def dense_launch(
         min(tile_rows * tile_columns, pipeline.programs),
         (left.columns, out.columns, tile_columns),
         (tile_rows, out.rows),
-        (right.transposed, pipeline.step, pipeline.stages, pipeline.places, pipeline.group, *constants),
+        (right.transposed, pipeline.step, pipeline.stages, pipeline.slots, pipeline.group, *constants),
         geometries=(*factors, *[None] * (2 * most_terms - len(factors)), out.geometry(HALF.value, HALF.value)),
     )
 
@@ -70,13 +70,13 @@ def mma_tiles(
     be loaded during the mainloop, or 0. ``epilogue(consumer, tile, top, bottom, loaded, resources, state)`` takes both
     accumulators and returns the state for the next tile.
     """
-    turn = 0
+    count = 0
     first = gl.program_id(0) + consumer * gl.num_programs(0)
     for index in range(first, tile_count(schedule), 2 * gl.num_programs(0)):
         tile = tile_at(schedule, index)
         top, bottom, loaded = prologue(tile, resources)
-        top, bottom = multiply(consumer, top, bottom, ring, turn, steps)
-        turn += 1
+        top, bottom = multiply(consumer, top, bottom, ring, count, steps)
+        count += 1
         state = epilogue(consumer, tile, top, bottom, loaded, resources, state)
     return state
 
@@ -153,10 +153,10 @@ def store_tiles(
 
 
 @gluon.jit
-def multiply(consumer: gl.constexpr, top, bottom, ring, turn, steps):
-    """Add the product of this consumer's ``turn``-th tile to the accumulators of its upper and lower rows."""
-    position = (2 * turn + consumer) * steps
-    mbarrier.wait(ring.order.index(consumer), (turn & 1) ^ (1 - consumer))
+def multiply(consumer: gl.constexpr, top, bottom, ring, count, steps):
+    """Add the product of this consumer's ``count``-th tile to the accumulators of its upper and lower rows."""
+    position = (2 * count + consumer) * steps
+    mbarrier.wait(ring.order.index(consumer), (count & 1) ^ (1 - consumer))
     return _multiply_from(consumer, top, bottom, ring, position, steps)
 
 

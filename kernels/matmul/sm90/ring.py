@@ -1,10 +1,10 @@
-"""What the mainloops on Hopper share: the ring of stages in shared memory, its mbarriers, and staging buffers.
+"""Shared by the mainloops on Hopper: the ring of stages in shared memory, its mbarriers, and staging buffers.
 
 The load warp (``roles``) fills the stages of a ring: it waits on a stage's ``empty`` barrier and passes its ``full``
 barrier to the TMA copies. Consumers wait on ``full``, multiply, and arrive on ``empty``.
 """
 
-from typing import Any
+from typing import NamedTuple
 
 from ...hopper import copy_out, fence_async_shared, gl, gluon, mbarrier, resources, tma
 from ...tuning import CONSUMER_ROWS
@@ -14,48 +14,39 @@ HALF = gl.constexpr(CONSUMER_ROWS)
 TILE = gl.constexpr(2 * CONSUMER_ROWS)
 
 
-@resources
+class Stages(NamedTuple):
+    """What a kernel keeps in shared memory: a ring of ``stages`` stages, each a ``step`` of the inner axis.
+
+    Besides, for each consumer, ``slots`` staging buffers of results and ``z_stages`` quarters of pre-activations.
+    """
+
+    step: int
+    stages: int
+    slots: int
+    z_stages: int = 0
+
+
+@resources("left right full empty order LEFT_TRANSPOSED RIGHT_TRANSPOSED STEP STAGES")
 class Ring:
     """``STAGES`` stages of both operands, each a ``STEP`` of the inner axis, oriented as in global memory.
 
-    A stage has the left operand's rows in two halves. On the barriers of ``order`` the consumers wait for one another,
-    as their mainloop defines.
+    The left operand of a stage has two halves of rows. Consumers wait for one another on the barriers of ``order``: see
+    their mainloops.
     """
 
-    left: Any
-    right: Any
-    full: Any
-    empty: Any
-    order: Any
-    LEFT_TRANSPOSED: Any
-    RIGHT_TRANSPOSED: Any
-    STEP: Any
-    STAGES: Any
 
-
-@resources
+@resources("desc step tiles full empty STAGES TRANSPOSED")
 class OperandRing:
-    """A ring of one operand, a matrix or a batch of them: a stage has one or several blocks of its rows.
+    """A ring of one operand, a matrix or a batch of them: a stage has one or several blocks of rows.
 
-    For a ``TRANSPOSED`` matrix these are blocks of columns, oriented as in global memory. The entries of a batch begin
-    ``step`` rows apart, or have an axis of their own: see ``hopper.Matrix``.
+    For a ``TRANSPOSED`` matrix these are blocks of columns, oriented as in global memory. Batch entries are ``step``
+    rows apart, or have an axis of their own: see ``hopper.Matrix``.
     """
 
-    desc: Any
-    step: Any
-    tiles: Any
-    full: Any
-    empty: Any
-    STAGES: Any
-    TRANSPOSED: Any
 
-
-@resources
+@resources("buffers SLOTS")
 class Staging:
     """Staging buffers in shared memory for TMA stores of results, ``SLOTS`` for each consumer."""
-
-    buffers: Any
-    SLOTS: Any
 
 
 @gluon.jit
@@ -105,7 +96,7 @@ def make_barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
 def operand_ring(
     desc, step, TRANSPOSED: gl.constexpr, STAGES: gl.constexpr, READERS: gl.constexpr, TILES: gl.constexpr = 1
 ):  # fmt: skip
-    """A ring with ``TILES`` blocks per stage, released by ``READERS`` readers; without readers it is filled once."""
+    """A ring with ``TILES`` blocks per stage, which ``READERS`` readers release; without readers it is filled once."""
     tiles = gl.allocate_shared_memory(desc.dtype, [STAGES * TILES] + desc.block_type.shape, desc.layout)
     full = make_barriers(STAGES, 1)
     empty = None

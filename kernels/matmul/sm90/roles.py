@@ -1,7 +1,6 @@
-"""Warp roles: which warps of a program load, and which compute.
+"""Warp specialisation: a load warp issues TMA copies, and consumers compute.
 
-Every kernel is warp-specialised: a load warp issues TMA copies, and consumers (warp groups, with 64 rows per wgmma)
-compute. While one consumer does elementwise work, another one has the tensor cores.
+A consumer is a warp group, with 64 rows per wgmma. While one does elementwise work, another one has the tensor cores.
 """
 
 from ...hopper import gl, gluon
@@ -18,7 +17,7 @@ def _warp(function: gl.constexpr, arguments):
 
 
 @gluon.jit
-def specialize(
+def warp_specialize(
     CONSUMERS: gl.constexpr, consume: gl.constexpr, consumed, load: gl.constexpr, loaded,
     load_more: gl.constexpr = None, loaded_more=None,
 ):  # fmt: skip

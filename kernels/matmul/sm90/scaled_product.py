@@ -5,8 +5,6 @@ what its terms have in common, 3 % of 16,384 equal terms. So sums begin anew aft
 are added up outside.
 """
 
-from typing import Any
-
 from ...hopper import Matrix, fence_async_shared, gl, gluon, resources, tma
 from ...launching import Launch
 from ...tuning import EpiloguePipeline
@@ -14,22 +12,16 @@ from .elements import Scales, scaled
 from .loading import Term, load_parts
 from .pingpong import dense_launch, mma_parts, pingpong_ring
 from .ring import HALF, TILE, make_staging, tma_store
-from .roles import specialize
+from .roles import warp_specialize
 from .schedules import dense_schedule
 
 # Terms that the tensor cores sum up.
 PART = 2048
 
 
-@resources
+@resources("out bias_ptr columns scales staging")
 class _Product:
     """What the epilogue reads and writes: the result, its bias and scales."""
-
-    out: Any
-    bias_ptr: Any
-    columns: Any
-    scales: Any
-    staging: Any
 
 
 @gluon.jit
@@ -60,7 +52,7 @@ def _consume(consumer: gl.constexpr, ring, schedule, steps, parts, given):
 def _sm90_scaled_product_kernel(
     left_desc, right_desc, out_desc, bias_ptr, left_scale_ptr, right_scale_ptr, inner, columns, tile_columns,
     tile_rows, rows,
-    RIGHT_TRANSPOSED: gl.constexpr, STEP: gl.constexpr, STAGES: gl.constexpr, PLACES: gl.constexpr,
+    RIGHT_TRANSPOSED: gl.constexpr, STEP: gl.constexpr, STAGES: gl.constexpr, SLOTS: gl.constexpr,
     GROUP: gl.constexpr, SCALE_STRIDES: gl.constexpr, PART_STEPS: gl.constexpr,
 ):  # fmt: skip
     # Parts of equal length, as many as needed.
@@ -74,11 +66,11 @@ def _sm90_scaled_product_kernel(
             rows_ptr=left_scale_ptr, columns_ptr=right_scale_ptr, gate_ptr=None, rows=rows, ROW_STRIDE=SCALE_STRIDES[0],
             COLUMN_STRIDE=SCALE_STRIDES[1],
         ),
-        staging=make_staging(out_desc, PLACES),
+        staging=make_staging(out_desc, SLOTS),
     )  # fmt: skip
     term = Term(left=left_desc, right=right_desc, other=None, inner=inner, first=0)
     fence_async_shared()
-    specialize(2, _consume, (ring, schedule, steps, parts, given), load_parts, (ring, schedule, term, steps, parts))
+    warp_specialize(2, _consume, (ring, schedule, steps, parts, given), load_parts, (ring, schedule, term, steps, parts))
 
 
 def prepare_scaled_product(left: Matrix, right: Matrix, out: Matrix, pipeline: EpiloguePipeline) -> Launch:

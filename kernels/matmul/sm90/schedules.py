@@ -1,13 +1,11 @@
 """Schedules: which tile of a result comes next in a persistent kernel."""
 
-from typing import Any
-
 from ...hopper import gl, gluon, resources
 from ...tiles import grouped_tile
 from .ring import TILE
 
 
-@resources
+@resources("tile_rows tile_columns group tile_expert_ptr starts_ptr weight_rows COLUMNS")
 class Schedule:
     """The tiles of a dense product, or of rows that are sorted by expert.
 
@@ -17,20 +15,12 @@ class Schedule:
     one; every expert has ``weight_rows`` rows of the weights.
     """
 
-    tile_rows: Any
-    tile_columns: Any
-    group: Any
-    tile_expert_ptr: Any
-    starts_ptr: Any
-    weight_rows: Any
-    COLUMNS: Any
-
 
 @gluon.jit
 def make_schedule(
     tile_rows, tile_columns, group, tile_expert_ptr, starts_ptr, experts, weight_rows, COLUMNS: gl.constexpr
 ):  # fmt: skip
-    """The schedule of either; for sorted rows only the device knows the number of tile rows."""
+    """The schedule of dense or of sorted rows; only the device knows the number of tile rows of sorted ones."""
     if starts_ptr is not None:
         tile_rows = gl.load(starts_ptr + experts) // TILE
     return Schedule(
@@ -60,7 +50,7 @@ def tile_at(schedule, index):
         expert = gl.load(schedule.tile_expert_ptr + index // schedule.tile_columns)
         begin = gl.load(schedule.starts_ptr + expert) // TILE
         count = gl.load(schedule.starts_ptr + expert + 1) // TILE - begin
-        # Equal groups: a last one of few rows would read all weights of the expert for them.
+        # Groups of equal height: a last group of few rows would read all weights of the expert for these.
         rows = gl.cdiv(count, gl.cdiv(count, schedule.group))
         inside = index - begin * schedule.tile_columns
         first = inside // (rows * schedule.tile_columns) * rows
@@ -69,13 +59,9 @@ def tile_at(schedule, index):
         return (begin + first + inside % height) * TILE, inside // height * schedule.COLUMNS, expert
 
 
-@resources
+@resources("tiles entry_tiles ROWS")
 class RowSchedule:
     """``tiles`` bands of ``ROWS`` rows with all columns, ``entry_tiles`` of them per batch entry."""
-
-    tiles: Any
-    entry_tiles: Any
-    ROWS: Any
 
 
 @gluon.jit

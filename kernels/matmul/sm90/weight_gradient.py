@@ -4,8 +4,6 @@ The kernel is persistent: the loads of a tile start while the previous one is st
 from the stages that the products read: the tensor cores have no extra work.
 """
 
-from typing import Any
-
 from ...hopper import Matrix, fence_async_shared, gl, gluon, resources
 from ...launching import Launch
 from ...tiles import grouped_tile, split_range
@@ -14,22 +12,12 @@ from .cooperative import cooperative_ring, multiply
 from .elements import zeros
 from .loading import load_rows
 from .ring import release_after_load, wait_full
-from .roles import specialize
+from .roles import warp_specialize
 
 
-@resources
+@resources("units width M splits work UNITS COLUMNS STEP GROUP")
 class _SplitInner:
     """The schedule: tiles of dW, with ``UNITS`` of their rows for each consumer, over one split of the ``M`` rows."""
-
-    units: Any
-    width: Any
-    M: Any
-    splits: Any
-    work: Any
-    UNITS: Any
-    COLUMNS: Any
-    STEP: Any
-    GROUP: Any
 
 
 @gluon.jit
@@ -117,14 +105,14 @@ def _sm90_weight_and_bias_gradient_kernel(
     UNITS: gl.constexpr, COLUMNS: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
     SUM_WARPS: gl.constexpr,
 ):  # fmt: skip
-    # Gradients are contiguous, one after another per split.
+    # The gradients of a split are contiguous, one after another.
     schedule = _SplitInner(
         units=units, width=width, M=M, splits=splits, work=work, UNITS=UNITS, COLUMNS=COLUMNS, STEP=ROWS, GROUP=GROUP
     )
     ring = cooperative_ring(dy_desc, x_desc, COLUMNS, True, False, ROWS, STAGES, 2 if db_ptr is None else 3)
     fence_async_shared()
     if db_ptr is None:
-        specialize(2, _consume, (ring, schedule, dw_ptr, stride_split), _load, (ring, schedule, dy_desc, x_desc))
+        warp_specialize(2, _consume, (ring, schedule, dw_ptr, stride_split), _load, (ring, schedule, dy_desc, x_desc))
     else:
         # Twelve warps start with 168 registers each, sixteen with 128. Two summing warps share the load warp's group.
         CONSUMER_REGISTERS: gl.constexpr = 224 if SUM_WARPS == 2 else 208

@@ -39,14 +39,14 @@ def _epilogue(consumer: gl.constexpr, tile, top, bottom, loaded, given, stored):
 @gluon.jit(do_not_specialize=["tile_rows", "M"])
 def _sm90_softsign_kernel(
     a_desc, w_desc, out_desc, K, N, tile_columns, tile_rows, M, TRANSPOSED: gl.constexpr, STEP: gl.constexpr,
-    STAGES: gl.constexpr, PLACES: gl.constexpr, GROUP: gl.constexpr,
+    STAGES: gl.constexpr, SLOTS: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
     schedule = dense_schedule(tile_rows, tile_columns, GROUP, ring.TILE)
     stages = pingpong.pingpong_ring(a_desc, w_desc, TRANSPOSED, STEP, STAGES)
     term = loading.Term(left=a_desc, right=w_desc, other=None, inner=K, first=0)
-    given = (out_desc, ring.make_staging(out_desc, PLACES))
+    given = (out_desc, ring.make_staging(out_desc, SLOTS))
     fence_async_shared()
-    roles.specialize(
+    roles.warp_specialize(
         2, pingpong.store_tiles, (pingpong.zero_halves, _epilogue, stages, schedule, gl.cdiv(K, STEP), given),
         loading.load_tiles, (stages, schedule, term),
     )  # fmt: skip
