@@ -3,6 +3,7 @@
 An epilogue (bias, activation) is applied to a sum before it is rounded.
 """
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -51,13 +52,13 @@ def _total(partials_ptr, index, end, splits, SPLITS: tl.constexpr, BLOCK: tl.con
 @triton.jit(do_not_specialize=["splits", "other_splits"])
 def _reduce_partials_kernel(
     partials_ptr, bias_ptr, out_0_ptr, out_1_ptr, out_2_ptr, out_3_ptr, out_4_ptr, out_5_ptr,
-    other_partials_ptr, other_out_ptr, stride_b, columns, ends, other_end, splits, other_splits,
+    other_partials_ptr, other_out_ptr, stride_b, columns, ends, splits, other_splits,
     SPLITS: tl.constexpr, BLOCK: tl.constexpr, ACTIVATION: tl.constexpr, ACCURACY: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    # A row of the partials has the outputs one after another, of which output i ends at ``ends[i]``.
+    # A row of the partials has the outputs one after another; ``ends`` has the end of each, and of the other output.
     wait_for_previous_kernel(DEPENDENT)
-    end_0, end_1, end_2, end_3, end_4, end_5 = ends
+    end_0, end_1, end_2, end_3, end_4, end_5, other_end = ends
     program = tl.program_id(0)
     if other_partials_ptr is not None:
         # Programs past those of the first partials reduce the other ones.
@@ -102,38 +103,31 @@ def reduce_partials(
     one start early. ``other``: partials of any number of splits, and the output ``[columns]`` of their sums; reducing
     them here saves a launch. ``ready`` caches the prepared launch for calls that differ in addresses only.
     """
-    launch = prepared(ready, "sums", _prepare_sums, partials, outputs, epilogue, blocks, dependent, other)
+
+    def prepare() -> Launch:
+        other_end, other_splits = (0, 0) if other is None else (other[0].shape[1], other[0].shape[0])
+        bias = epilogue.bias
+        ends = list(itertools.accumulate([output.numel() for output in outputs]))
+        return Launch(
+            _reduce_partials_kernel,
+            ceil_div(ends[-1], blocks.block) + ceil_div(other_end, blocks.block),
+            (
+                0 if bias is None else bias.stride(0), epilogue.columns,
+                (*ends, *[ends[-1]] * (_OUTPUTS - len(ends)), other_end),
+            ),
+            (partials.shape[0], other_splits),
+            (blocks.splits, blocks.block, epilogue.activation, epilogue.accuracy, dependent),
+            blocks.num_warps,
+            dependent=dependent,
+        )  # fmt: skip
+
+    launch = prepared(ready, "sums", prepare)
     other_partials, other_output = other or (None, None)
     launch((partials, epilogue.bias, *outputs, *_MISSING[len(outputs)], other_partials, other_output))
 
 
 _OUTPUTS = 6
 _MISSING = [(None,) * (_OUTPUTS - count) for count in range(_OUTPUTS + 1)]
-
-
-def _prepare_sums(
-    partials: torch.Tensor,
-    outputs: list[torch.Tensor],
-    epilogue: Epilogue,
-    blocks: ReduceBlocks,
-    dependent: bool,
-    other: tuple[torch.Tensor, torch.Tensor] | None,
-) -> Launch:
-    other_end, other_splits = (0, 0) if other is None else (other[0].shape[1], other[0].shape[0])
-    bias = epilogue.bias
-    ends, end = [], 0
-    for output in outputs:
-        end += output.numel()
-        ends.append(end)
-    return Launch(
-        _reduce_partials_kernel,
-        ceil_div(end, blocks.block) + ceil_div(other_end, blocks.block),
-        (0 if bias is None else bias.stride(0), epilogue.columns, (*ends, *[end] * (_OUTPUTS - len(ends))), other_end),
-        (partials.shape[0], other_splits),
-        (blocks.splits, blocks.block, epilogue.activation, epilogue.accuracy, dependent),
-        blocks.num_warps,
-        dependent=dependent,
-    )
 
 
 def split_size(shapes: Sequence[tuple[int, ...] | None], splits: int) -> int:

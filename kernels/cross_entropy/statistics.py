@@ -21,7 +21,7 @@ from .sm90.statistics import sm90_statistics_kernel
 from .tile import Partials, add_tile, ranges_of, store_statistics
 
 # Rows per program of the second kernel, which divide every band; and ranges that it loads at a time.
-_COMBINED_ROWS, _COMBINED_RANGES = 32, 32
+_ROWS, _RANGES = tl.constexpr(32), tl.constexpr(32)
 
 
 @triton.jit(do_not_specialize=["M", "bands", "scales", "zero"])
@@ -73,21 +73,21 @@ def _statistics_kernel(
 def _combined_losses_kernel(
     top_ptr, total_ptr, spread_ptr, weighted_ptr, chosen_ptr, target_ptr, weight_ptr, weight_sum_ptr,
     loss_ptr, entropy_ptr, statistics_ptr, V, M, bands, tile_columns, programs, group, numbers,
-    BAND: tl.constexpr, ROWS: tl.constexpr, RANGES: tl.constexpr, ACCURACY: tl.constexpr,
+    BAND: tl.constexpr, ACCURACY: tl.constexpr,
 ):  # fmt: skip
     ENTROPY: tl.constexpr = spread_ptr is not None
     SMOOTHING: tl.constexpr = weighted_ptr is not None
-    first = tl.program_id(0) * ROWS
-    rows = first + tl.arange(0, ROWS)
+    first = tl.program_id(0) * _ROWS
+    rows = first + tl.arange(0, _ROWS)
     ranges, place = ranges_of(first // BAND, bands, tile_columns, programs, group)
     start = place * BAND + first % BAND
-    top = tl.full([ROWS], LOWEST, tl.float32)
-    total = tl.zeros([ROWS], tl.float32)
-    spread = tl.zeros([ROWS], tl.float32)
-    weighted = tl.zeros([ROWS], tl.float32)
-    for r in tl.range(0, ranges, RANGES):
-        here = r + tl.arange(0, RANGES)
-        at = start + (here.to(tl.int64) * BAND)[:, None] + tl.arange(0, ROWS)[None, :]
+    top = tl.full([_ROWS], LOWEST, tl.float32)
+    total = tl.zeros([_ROWS], tl.float32)
+    spread = tl.zeros([_ROWS], tl.float32)
+    weighted = tl.zeros([_ROWS], tl.float32)
+    for r in tl.range(0, ranges, _RANGES):
+        here = r + tl.arange(0, _RANGES)
+        at = start + (here.to(tl.int64) * BAND)[:, None] + tl.arange(0, _ROWS)[None, :]
         inside = (here < ranges)[:, None]
         tops = tl.load(top_ptr + at, mask=inside, other=LOWEST)
         totals = tl.load(total_ptr + at, mask=inside, other=0.0)
@@ -180,11 +180,11 @@ def losses_of_product(
         )  # fmt: skip
     launch(
         _combined_losses_kernel,
-        ceil_div(rows, _COMBINED_ROWS),
+        ceil_div(rows, _ROWS.value),
         (*partials, target, weight, weight_sum, loss, entropy, statistics),
         (columns,),
         (rows, *shares[1:], arithmetic.numbers),
-        (shares.rows, _COMBINED_ROWS, _COMBINED_RANGES, arithmetic.accuracy),
+        (shares.rows, arithmetic.accuracy),
     )
 
 

@@ -21,12 +21,13 @@ from .operands import Operands, dense_strides
 @triton.jit(do_not_specialize=["M", "dropout"])
 def _data_gradient_kernel(
     x_ptr, dy_ptr, up_ptr, gate_ptr, down_ptr, dx_ptr, up_bias_ptr, gate_bias_ptr, seed_ptr, dy_sums_ptr,
-    strides, N, M, dropout,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CONFIG: tl.constexpr, ARITHMETIC: tl.constexpr,
+    strides, N, M, dropout, CONFIG: tl.constexpr, ARITHMETIC: tl.constexpr,
 ):  # fmt: skip
     tl.static_assert(dy_sums_ptr is None, "only the sm90 kernel sums dy")
     K: tl.constexpr = CONFIG.k
     O: tl.constexpr = CONFIG.o
+    BLOCK_M: tl.constexpr = CONFIG.block_m
+    BLOCK_N: tl.constexpr = CONFIG.block_n
     BLOCK_K: tl.constexpr = CONFIG.block_k
     BLOCK_O: tl.constexpr = CONFIG.block_o
     INPUT_PRECISION: tl.constexpr = ARITHMETIC.input_precision

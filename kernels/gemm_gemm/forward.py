@@ -18,11 +18,12 @@ from .operands import Operands, dense_strides, unit_stride
 @triton.jit(do_not_specialize=["M", "dropout"])
 def _forward_kernel(
     x_ptr, up_ptr, gate_ptr, down_ptr, y_ptr, up_bias_ptr, gate_bias_ptr, seed_ptr, down_bias_ptr, residual_ptr,
-    strides, N, M, dropout,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CONFIG: tl.constexpr, ARITHMETIC: tl.constexpr,
+    strides, N, M, dropout, CONFIG: tl.constexpr, ARITHMETIC: tl.constexpr,
 ):  # fmt: skip
     K: tl.constexpr = CONFIG.k
     O: tl.constexpr = CONFIG.o
+    BLOCK_M: tl.constexpr = CONFIG.block_m
+    BLOCK_N: tl.constexpr = CONFIG.block_n
     BLOCK_K: tl.constexpr = CONFIG.block_k
     BLOCK_O: tl.constexpr = CONFIG.block_o
     INPUT_PRECISION: tl.constexpr = ARITHMETIC.input_precision

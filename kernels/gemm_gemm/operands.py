@@ -53,12 +53,14 @@ class Strides(NamedTuple):
 
 
 class Config(NamedTuple):
-    """What a generic kernel is compiled for, besides its tiles: widths, as they are and on chip, and layouts.
+    """What a generic kernel is compiled for: its tiles, the widths, as they are and on chip, and layouts.
 
     ``even``: the axis that the kernel loops over is a whole number of tiles. ``unit`` is the alignment hint of all
     operands: see ``tiles.assume_multiple``.
     """
 
+    block_m: int
+    block_n: int
     k: int
     o: int
     block_k: int
@@ -131,16 +133,14 @@ class Operands:
         _, length, width, hidden, out_width = self.sizes()
         bias = (*strides(self.up_bias, 1), *strides(self.gate_bias, 1), *further_biases)
         operands = [strides(each, 3) for each in (self.x, self.up, self.gate, self.down)]
+        widths = width, out_width, *padded_widths(width, out_width)
+        config = Config(tiles.block_m, tiles.block_n, *widths, even, *self._layouts(rows))
         return Launch(
             kernel,
             programs,
             (Strides(*operands, bias, strides(rows, 3), results), hidden),
             (length, self.arithmetic.dropout(), *free_numbers),
-            (
-                tiles.block_m, tiles.block_n,
-                Config(width, out_width, *padded_widths(width, out_width), even, *self._layouts(rows)),
-                self.arithmetic.constants,
-            ),
+            (config, self.arithmetic.constants),
             tiles.num_warps,
             tiles.num_stages,
         )  # fmt: skip

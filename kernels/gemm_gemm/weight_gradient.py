@@ -20,10 +20,12 @@ from .operands import Operands
 def _weight_gradient_kernel(
     x_ptr, dy_ptr, up_ptr, gate_ptr, down_ptr, up_bias_ptr, gate_bias_ptr, seed_ptr,
     d_up_ptr, d_gate_ptr, d_down_ptr, d_up_bias_ptr, d_gate_bias_ptr, strides, N, M, dropout, splits,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CONFIG: tl.constexpr, ARITHMETIC: tl.constexpr,
+    CONFIG: tl.constexpr, ARITHMETIC: tl.constexpr,
 ):  # fmt: skip
     K: tl.constexpr = CONFIG.k
     O: tl.constexpr = CONFIG.o
+    BLOCK_M: tl.constexpr = CONFIG.block_m
+    BLOCK_N: tl.constexpr = CONFIG.block_n
     BLOCK_K: tl.constexpr = CONFIG.block_k
     BLOCK_O: tl.constexpr = CONFIG.block_o
     EVEN_M: tl.constexpr = CONFIG.even

@@ -1,4 +1,4 @@
-"""Cross-entropy: the columns of a row of logits that a program reads at a time, and the tiles of logits on chip."""
+"""Cross-entropy: columns per step of a row of logits, and the tiles of logits that stay on chip."""
 
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -6,36 +6,35 @@ from typing import NamedTuple
 from .grouped_gemm import GroupedTiles
 from .limits import CONSUMER_ROWS, padded_width
 
-# Columns of one step. More would keep more loads in flight, and need more registers for the maximum and the sums that
-# every lane has of its own: on an H200 2,048 columns took 0.7 to 0.97 of the time of 4,096 to 16,384.
+# Columns per step. More would keep more loads in flight, but every lane has registers for its maximum and its sums: on
+# an H200 2,048 columns took 0.7 to 0.97 of the time of 4,096 to 16,384.
 WIDEST_ROW_BLOCK = 2048
 _NARROWEST = 128
-# Of each thread in a step: one load of 16 bytes in 16 bits.
+# Per thread and step: one load of 16 bytes in a 16-bit dtype.
 _ELEMENTS = 8
 
 
 @dataclass(frozen=True)
 class RowTiles:
-    """A program takes one row, ``block`` columns of it at a time."""
+    """A program has one row, in steps of ``block`` columns."""
 
     block: int
     num_warps: int
 
 
 def row_tiles(columns: int) -> RowTiles:
-    """The tiles for rows of so many columns, in every dtype: sums are float32 in all of them."""
+    """The tiles for rows of so many columns, in every dtype: sums are always float32."""
     block = min(WIDEST_ROW_BLOCK, max(_NARROWEST, padded_width(columns)))
     return RowTiles(block, max(1, block // (32 * _ELEMENTS)))
 
 
 @dataclass(frozen=True)
 class LogitPipeline:
-    """The warp-specialised kernel: two consumers of 64 rows each share a tile of 128 rows and ``columns`` columns.
+    """The sm90 kernel: two consumers of 64 rows each share a tile of 128 rows and ``columns`` columns.
 
-    ``stages`` of ``step`` of the inner axis are on their way or on chip at once. The second consumer is ``lead``
-    stages behind the first one, so that one of them has the matrix units while the other one reduces its tile.
-    ``group`` tiles below one another are computed before those to their right, by ``programs`` programs. A gradient
-    leaves the chip in parts of 64 columns, and each consumer has ``slots`` for them.
+    The ring has ``stages`` of ``step`` along the inner axis. The second consumer is ``lead`` stages behind the first,
+    so that one has the tensor cores while the other reduces its tile. Tiles are swizzled in groups of ``group`` tile
+    rows, over ``programs`` programs. Each consumer has ``slots`` staging buffers for 64 columns of a gradient.
     """
 
     columns: int = 256
@@ -49,13 +48,13 @@ class LogitPipeline:
 
 @dataclass(frozen=True)
 class LogitTiles(GroupedTiles):
-    """The generic kernels' tiles; ``sm90`` is the warp-specialised kernel, if it may compute the call."""
+    """The generic kernels' tiles; ``sm90`` is the sm90 kernel's configuration, if it may compute the call."""
 
     sm90: LogitPipeline | None = None
 
 
 class Shares(NamedTuple):
-    """Who computes which tiles of logits: see ``ranges_of`` beside the kernels.
+    """How tiles of logits are distributed over programs: see ``cross_entropy.tile.ranges_of``.
 
     ``bands`` of ``rows`` rows have ``tile_columns`` tiles each; ``programs`` programs compute ``group`` bands at once.
     """
@@ -68,11 +67,11 @@ class Shares(NamedTuple):
 
     @property
     def partials(self) -> int:
-        """How many partial results there are: one for every row and every range of its columns."""
+        """The number of partial results: one for each row and range of its columns."""
         whole, rest = self.bands // self.group * self.group, self.bands % self.group
-        places = whole * min(self.programs // min(self.group, self.bands), self.tile_columns)
-        places += rest * min(self.programs // rest, self.tile_columns) if rest else 0
-        return self.rows * places
+        ranges = whole * min(self.programs // min(self.group, self.bands), self.tile_columns)
+        ranges += rest * min(self.programs // rest, self.tile_columns) if rest else 0
+        return self.rows * ranges
 
 
 # By (architecture, bits of an element); architectures without a row take that of "other".
@@ -84,13 +83,13 @@ LOGIT_TILES: dict[tuple[str, int], LogitTiles] = {
 
 
 def logit_tiles(architecture: str, bits: int, sms: int, sm90: bool) -> LogitTiles:
-    """The tiles of logits for operands of ``bits`` bits; ``sm90``: where the warp-specialised kernel runs."""
+    """The tiles of logits for operands of ``bits`` bits; ``sm90``: the sm90 kernel may run."""
     return _tiles(architecture, bits, LogitPipeline(programs=sms) if sm90 else None)
 
 
 def gradient_tiles(architecture: str, bits: int, sms: int, sm90: bool) -> LogitTiles:
     """The tiles of the gradient of logits, likewise."""
-    # A power of two as ``group``, whose tiles are next to one another.
+    # The group is a power of two: its tiles are neighbours.
     return _tiles(architecture, bits, LogitPipeline(programs=sms, group=16, slots=2) if sm90 else None)
 
 
@@ -99,13 +98,13 @@ def _tiles(architecture: str, bits: int, sm90: LogitPipeline | None) -> LogitTil
 
 
 def generic_shares(tiles: LogitTiles, rows: int, columns: int, ranges: int) -> Shares:
-    """Those of the generic kernel, whose programs have a band of rows and one of so many ranges each."""
+    """Those of the generic kernel: each program has one of ``ranges`` ranges of one band of rows."""
     tile_columns = -(-columns // tiles.block_n)
     return Shares(tiles.block_m, -(-rows // tiles.block_m), tile_columns, min(ranges, tile_columns), 1)
 
 
 def sm90_shares(pipeline: LogitPipeline, rows: int, columns: int) -> Shares:
-    """Those of the warp-specialised kernel, whose programs take a range of every group of bands."""
+    """Those of the sm90 kernel: each program has one range of every group of bands."""
     band = 2 * CONSUMER_ROWS
     bands, tile_columns = -(-rows // band), -(-columns // pipeline.columns)
     # A band of rows has at least one program.

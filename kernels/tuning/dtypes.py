@@ -1,7 +1,6 @@
-"""The table of dtypes: their width and precision, and which back ends have kernels for operands of them.
+"""The table of dtypes: their width and precision, and the back ends that have kernels for them.
 
-Back ends: ``generic`` kernels are in Triton and run wherever it compiles; ``sm90`` ones are warp-specialised and run on
-Hopper only.
+``generic`` kernels are in Triton and run wherever it compiles; ``sm90`` kernels are warp-specialised, for Hopper only.
 """
 
 from dataclasses import dataclass, field
@@ -12,13 +11,11 @@ SM90 = "sm90"
 
 @dataclass(frozen=True)
 class Format:
-    """``bits`` of an element (a key of tile tables), the ``backends`` whose kernels take it, its name in Gluon.
-
-    ``scaled`` values mean nothing without a scale, so no call takes a plain tensor of them.
+    """``bits`` of an element (a key of tile tables), the ``backends`` whose kernels support it, its name in Gluon.
 
     ``accuracy`` is the coarsest one of activations (``kernels.activations``) whose error is below the rounding of a
     result. ``narrow`` formats have fewer bits than the float32 accumulator. Sums that fit float32 may overflow a format
-    of ``small_range``.
+    of ``small_range``. ``scaled`` values mean nothing without a scale: no call takes a plain tensor of them.
     """
 
     bits: int
@@ -43,6 +40,6 @@ FORMATS: dict[str, Format] = {
     "float64": Format(64),
     "float8_e4m3fn": Format(8, (SM90,), "float8e4nv", scaled=True),
 }
-# For dtypes that no kernel takes.
+# Stands for dtypes without kernels.
 UNKNOWN = Format(32)
 KERNEL_DTYPES = tuple(name for name, found in FORMATS.items() if found.backends and not found.scaled)

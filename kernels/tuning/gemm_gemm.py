@@ -10,23 +10,23 @@ from typing import Any, NamedTuple
 
 from .limits import CONSUMER_ROWS, MOST_STAGES, padded_width, sm90_width, stages_that_fit
 
-# In the forward pass 64 rows of x take 32 registers up to here, and y has a place of its own in shared memory; wider
-# ones stay there, and y takes their place.
+# Up to this width the forward pass keeps 64 rows of x in 32 registers, and stages y in shared memory; wider rows stay
+# in shared memory, where y overwrites them.
 WIDEST_X_IN_REGISTERS = 128
-# Large blocks may compute one in so many hidden units more than small ones would.
+# Large blocks may pad the hidden units by up to one in this many more than small blocks.
 PADDED_ONE_IN = 10
-# A split of a weight gradient shorter than this many row tiles spends more on its partial than on its products.
+# A shorter split of a weight gradient, in row tiles, spends more time on its partial than on its products.
 SHORTEST_SPLIT = 4
 
 
 @dataclass(frozen=True)
 class Sm90Config:
-    """A warp-specialised kernel: its consumers of 64 rows each, and the ring that a producer fills for them.
+    """An sm90 kernel: its consumers of 64 rows each, and their ring.
 
-    A stage holds the weights of ``block`` hidden units; in the weight gradient, whose consumers have 64 hidden units
-    each, ``block`` rows. ``row_stages`` is the depth of the data gradient's ring of rows, ``passes`` is that of a
-    :class:`TileConfig`. At most ``programs`` programs run, each of which takes tile after tile; the weight gradient
-    runs as many as it has tiles and splits.
+    A stage holds the weights of ``block`` hidden units, or in the weight gradient, whose consumers have 64 hidden units
+    each, ``block`` rows. ``row_stages`` is the depth of the data gradient's ring of rows, ``passes`` that of
+    :class:`TileConfig`. Kernels are persistent with at most ``programs`` programs; the weight gradient has one program
+    per tile and split.
     """
 
     block: int
@@ -37,7 +37,7 @@ class Sm90Config:
     passes: int = 1
 
     def row_tiles(self, rows: int) -> int:
-        """How many tiles of all consumers' rows hold so many rows."""
+        """The number of tiles for so many rows."""
         return -(-rows // (CONSUMER_ROWS * self.consumers))
 
 
@@ -45,9 +45,9 @@ class Sm90Config:
 class StoredConfig:
     """A backward pass that writes the hidden and its gradient to memory once, for the products that read them.
 
-    The first kernel computes them in blocks of ``block`` hidden units from pieces of the weights, ``up_stages`` and
-    ``down_stages`` of which are there at once, and sends them out of ``out_tiles`` places per consumer. The second one
-    computes 64 units of each consumer × ``block_columns`` of a weight gradient, from ``rows`` rows in each stage.
+    The first kernel computes blocks of ``block`` hidden units from pieces of the weights, in rings of ``up_stages`` and
+    ``down_stages``, with ``out_tiles`` staging buffers per consumer. The second one computes 64 units per consumer ×
+    ``block_columns`` of a weight gradient, from ``rows`` rows in each stage.
     """
 
     up_stages: int
@@ -72,8 +72,8 @@ class StoredConfig:
 class TileConfig:
     """Tile rows and columns of one kernel, its warps, and the depth of its software pipeline.
 
-    ``passes`` is for weight gradients alone: how many launches share out the gradients, each of which keeps an
-    accumulator in registers. ``sm90`` is what runs instead where the operands lie as its copies need them.
+    ``passes``: the number of launches over which weight gradients are distributed, as each gradient's accumulator takes
+    registers. ``sm90`` is the configuration of the sm90 kernel, which runs if TMA can read the operands.
     """
 
     block_m: int
@@ -85,7 +85,7 @@ class TileConfig:
 
 
 def padded_widths(width: int, out_width: int) -> tuple[int, int]:
-    """The widths of x's tile and of y's tile on chip: each padded, and neither below a quarter of the other.
+    """The padded widths of the tiles of x and of y, neither below a quarter of the other.
 
     Triton 3.6 compiles lopsided tiles wrongly on sm_90: 256 by 16 columns with 8 warps gave wrong sums.
     """
@@ -93,7 +93,7 @@ def padded_widths(width: int, out_width: int) -> tuple[int, int]:
     return max(padded, out_padded // 4), max(out_padded, padded // 4)
 
 
-# Widths of the rows of all tables; wider layers than the last row of theirs do not fit on chip.
+# The widths of the rows of all tables; layers wider than the last row do not fit on chip.
 _WIDTHS = (64, 128, 256)
 # (largest padded width, configuration), narrowest first.
 _Rows = tuple[tuple[int, TileConfig], ...]
@@ -111,11 +111,10 @@ _SMALL_16_BIT = {
     "weight_gradient": _rows((32, 32, 4, 2), (32, 32, 4, 1, 2), (16, 16, 4, 1, 3)),
 }
 
-# By (architecture, bits of an element, gated); architectures without rows of their own take those of "other". Those of
-# sm_90 were measured at 131072 tokens (width 256: 65536), bfloat16, gelu_tanh, gated silu, Triton 3.6; microseconds
-# beside those that were. Left out: configurations that spill registers, those of 64 rows with 8 warps (one came out
-# wrong), and those of 128 rows and 64 columns where the width is ragged (forward at 256 and the gated data gradient
-# came out wrong there).
+# By (architecture, bits of an element, gated); architectures without rows of their own take those of "other". Comments
+# have the microseconds of sm_90 at 131072 tokens (width 256: 65536), bfloat16, gelu_tanh, gated silu, Triton 3.6. Not
+# used: configurations that spill registers, 64 rows with 8 warps (one gave wrong results), and 128 rows with 64 columns
+# at ragged widths (wrong in forward at 256 and in the gated data gradient).
 TABLE: dict[tuple[str, int, bool], dict[str, _Rows]] = {
     ("sm_90", 16, False): {
         "forward": _rows((128, 32, 4, 3), (128, 32, 8, 3), (64, 32, 4, 2)),  # 40, 105, 223
@@ -155,7 +154,7 @@ def tile_config(kernel: str, architecture: str, bits: int, gated: bool, width: i
 
 
 class _Sm90(NamedTuple):
-    """Up to one width, the larger of K and O: the large block, and the small one where that is padded too much."""
+    """For one width, the larger of K and O: the large block, and the small one if that needs too much padding."""
 
     block: int
     small_block: int
@@ -163,10 +162,9 @@ class _Sm90(NamedTuple):
     consumers: int = 2
 
 
-# By (kernel, gated), one for each of the widths. Measured on an H200 at the tokens above, in microseconds beside them;
-# in brackets for batched products of 64 × 1024 × 1024. None spills registers but the weight gradients of several
-# passes, a few, where what does not was slower: 424 (width 256, block 16), 252 (gated 128, three passes), 778 (gated
-# 256).
+# By (kernel, gated), one for each of the widths. Comments have microseconds on an H200 at the tokens above, in brackets
+# for batched products of 64 × 1024 × 1024. Only weight gradients of several passes spill a few registers; what spills
+# none was slower: 424 (width 256, block 16), 252 (gated 128, three passes), 778 (gated 256).
 _PIPELINED: dict[tuple[str, bool], tuple[_Sm90, _Sm90, _Sm90]] = {
     ("forward", False): (_Sm90(128, 64), _Sm90(128, 64), _Sm90(64, 32)),  # 36 (29), 72 (51), 124
     ("forward", True): (_Sm90(64, 64), _Sm90(64, 32), _Sm90(32, 32)),  # 26, 59, 137
@@ -179,10 +177,10 @@ _PIPELINED: dict[tuple[str, bool], tuple[_Sm90, _Sm90, _Sm90]] = {
 
 @lru_cache(1024)
 def sm90_config(kernel: str, gated: bool, batch: int, M: int, K: int, N: int, O: int, sms: int) -> Sm90Config | None:
-    """The warp-specialised configuration of ``kernel`` on Hopper, or None where it does not take these sizes.
+    """The sm90 configuration of ``kernel``, or None if it does not support these sizes.
 
-    Tiles of x and y have 64 or 128 columns, padded with zeros, or both 256 without: the path for wider layers was as
-    fast there. Copies of a batch's last tile must not reach into the next entry: with a batch, tiles must be whole.
+    Tiles of x and y have 64 or 128 columns, padded with zeros, or both have 256 without padding: padded, the path for
+    wider layers was as fast. TMA copies must not read the next batch entry: with a batch, tiles must be whole.
     """
     widest = max(K, O)
     wide = widest > 128
@@ -193,19 +191,19 @@ def sm90_config(kernel: str, gated: bool, batch: int, M: int, K: int, N: int, O:
     row = _PIPELINED[(kernel, gated)][_WIDTHS.index(sm90_width(widest))]
     consumers, row_stages, projections = row.consumers, 1, 2 if gated else 1
     if kernel == "weight_gradient":
-        # Few rows take the small block whatever their number, which is one variant less to compile.
+        # Few rows always take the small block, which saves a variant.
         whole = M % row.block == 0 and (batch > 1 or M > SHORTEST_SPLIT * row.block)
         block = row.block if whole else row.small_block
         inside = M % block == 0
         kept, streamed = projections * width + out_width, width + out_width
     else:
-        # Padded as little, small blocks took 1.05 to 1.35 times the time of large ones.
+        # With equal padding, small blocks took 1.05 to 1.35 times as long as large ones.
         more_padding = -N % row.block - -N % row.small_block
         large = N % row.block == 0 or (batch == 1 and row.block < N and PADDED_ONE_IN * more_padding <= N)
         block = row.block if large else row.small_block
         whole_tiles, half_tiles = batch * -(-M // (2 * CONSUMER_ROWS)), batch * -(-M // CONSUMER_ROWS)
         if half_tiles <= sms or (batch > 1 and M % (2 * CONSUMER_ROWS) and whole_tiles < sms):
-            consumers = 1  # tiles of half the height, so that twice as many SMs have work, at once
+            consumers = 1  # tiles of half the height give twice as many SMs work
         inside = M % (consumers * CONSUMER_ROWS) == 0 and N % block == 0
         if kernel == "data_gradient" and not wide:
             row_stages = 2
@@ -213,7 +211,7 @@ def sm90_config(kernel: str, gated: bool, batch: int, M: int, K: int, N: int, O:
         kept, streamed = width if in_place else (width + out_width) * row_stages, projections * width + out_width
     if batch > 1 and not inside:
         return None
-    # Of each 64 rows or hidden units, so many columns stay on chip.
+    # Columns of each 64 rows or hidden units that stay on chip take buffers of 64 × 64.
     stages = stages_that_fit(streamed, block, consumers * kept // CONSUMER_ROWS, MOST_STAGES)
     return Sm90Config(block, consumers, stages, sms, row_stages, row.passes)
 
@@ -221,14 +219,14 @@ def sm90_config(kernel: str, gated: bool, batch: int, M: int, K: int, N: int, O:
 def stored_config(
     gated: bool, K: int, N: int, O: int, sms: int, triton_release: tuple[int, ...]
 ) -> StoredConfig | None:
-    """How a backward pass stores what is hidden on Hopper, or None where it was not faster than recomputing it twice.
+    """The backward pass that stores the hidden on Hopper, or None if it was not faster than recomputing twice.
 
-    At width 256 the accumulators of all weight gradients take two or three passes, each of which recomputes.
-    Microseconds of the first kernel and of the second, at the tokens above: 148 and 131; gated 172 and 134.
+    At width 256 the accumulators of all weight gradients take two or three passes, each of which recomputes. Both
+    kernels took 148 and 131 µs at the tokens above; gated 172 and 134.
     """
     if not K == O == 256 or N % 8:
         return None
     if gated and triton_release >= (3, 9):
-        return None  # Triton's assembler (ptxas 13.4) makes the first kernel's products wait for one another
+        return None  # Triton's assembler (ptxas 13.4) serialises the first kernel's wgmmas
     up_stages, down_stages, out_tiles = (6, 3, 1) if gated else (4, 4, 2)
     return StoredConfig(up_stages, down_stages, out_tiles, sms)

@@ -10,11 +10,11 @@ from .limits import BARRIER_BYTES, CONSUMER_ROWS, SHARED_MEMORY, padded_width, s
 
 @dataclass(frozen=True)
 class Sm90ReduceConfig:
-    """A warp-specialised forward pass: consumers of 64 kept rows each, which a producer feeds through two rings.
+    """The sm90 forward pass: consumers of 64 kept rows each, and two rings.
 
-    ``width`` is the inner dimension, padded; a stage of the first ring has kept rows for all consumers, one of the
-    second ring ``block`` reduced rows. ``in_registers`` says that consumers load their rows once for all blocks. At
-    most ``programs`` programs run, each of which takes tile after tile.
+    ``width`` is the padded inner dimension. A stage of the first ring has kept rows for all consumers, a stage of the
+    second ring ``block`` reduced rows. ``in_registers``: consumers load their rows into registers, once for all blocks.
+    The kernel is persistent, with at most ``programs`` programs.
     """
 
     block: int
@@ -28,9 +28,9 @@ class Sm90ReduceConfig:
 
 @dataclass(frozen=True)
 class OneHotPipeline:
-    """A warp-specialised gradient of the reduced side, of maxima, for MaxSim: consumers of 64 rows each.
+    """The sm90 gradient of the reduced side of maxima, for MaxSim: consumers of 64 rows each.
 
-    A stage holds ``block`` kept rows of ``width`` columns, padded; at most ``programs`` programs run.
+    A stage holds ``block`` kept rows of ``width`` columns, padded. Persistent, with at most ``programs`` programs.
     """
 
     block: int
@@ -44,7 +44,7 @@ class OneHotPipeline:
 class ReduceConfig:
     """Tile of a kernel: kept rows × reduced rows × inner columns, its warps, and the depth of its software pipeline.
 
-    ``sm90`` is what runs instead where the operands lie as its copies need them.
+    ``sm90`` is the configuration of the sm90 kernel, which runs if TMA can read the operands.
     """
 
     block_p: int
@@ -55,7 +55,7 @@ class ReduceConfig:
     sm90: Sm90ReduceConfig | None = None
 
 
-# Up to which padded width a row holds; a narrower one takes fewer columns at once.
+# (largest padded width, configuration), narrowest first; narrower products take fewer inner columns.
 _Rows = tuple[tuple[int, ReduceConfig], ...]
 _ANY = 2**31
 # By (architecture, bits of an element), as below; architectures without rows of their own take those of "other".
@@ -69,8 +69,8 @@ TABLE: dict[tuple[str, int], _Rows] = {
     ("other", 16): ((_ANY, ReduceConfig(64, 64, 64, 4, 2)),),
     ("other", 32): ((_ANY, ReduceConfig(64, 64, 32, 4, 2)),),
 }
-# Of the gradients, also by whether they go through an index. The matrix of weights is then made in registers: with more
-# than one stage its products wait for one another.
+# Those of the gradients, also by whether they go through an index. The one-hot matrix is then made in registers, and
+# more than one stage would serialise the products.
 GRADIENT_TABLE: dict[tuple[str, int, bool], _Rows] = {
     ("sm_90", 16, False): (
         (128, ReduceConfig(64, 64, 128, 4, 2)),
@@ -94,16 +94,16 @@ def reduce_config(architecture: str, element_bits: int, width: int) -> ReduceCon
 def reduce_gradient_config(architecture: str, element_bits: int, width: int, indexed: bool) -> ReduceConfig:
     """The tiles of the gradients: ``block_p`` rows of the gradient, ``block_r`` of the axis it sums over.
 
-    An accumulator has ``block_k`` columns of the gradient; a wider one is shared out among programs, each of which
-    computes the first product for itself. ``indexed`` is the gradient through an index.
+    An accumulator has ``block_k`` columns of the gradient; wider gradients are distributed over programs, each of which
+    computes the first product again. ``indexed`` is the gradient through an index.
     """
     rows = GRADIENT_TABLE.get((architecture, element_bits, indexed)) or GRADIENT_TABLE["other", element_bits, indexed]
-    # With 16 columns Triton 3.7 made the products of sm_90 wait for one another.
+    # With 16 columns Triton 3.7 serialised the products of sm_90.
     return _fitted(rows, max(padded_width(width), 32))
 
 
-# By (architecture, bits of an element): tiles of both gradients at once, for kept rows and columns up to their own.
-# At 22 sizes of 65 to 128 kept rows on an H200 a training step took 0.7 to 1.02 of the time of both one by one.
+# By (architecture, bits of an element): tiles of both gradients at once, for kept rows and columns up to theirs. At 22
+# sizes of 65 to 128 kept rows on an H200 a training step took 0.7 to 1.02 of the time of separate gradients.
 ONE_PASS_TABLE: dict[tuple[str, int], tuple[ReduceConfig, ...]] = {
     ("sm_90", 16): (
         ReduceConfig(32, 64, 128, 4, 3), ReduceConfig(64, 64, 64, 4, 3), ReduceConfig(64, 64, 128, 4, 3),
@@ -111,9 +111,9 @@ ONE_PASS_TABLE: dict[tuple[str, int], tuple[ReduceConfig, ...]] = {
     ),
     ("other", 16): (ReduceConfig(32, 64, 128, 4, 1), ReduceConfig(64, 64, 128, 4, 1)),
 }  # fmt: skip
-# The same where most SMs have one entry, and none has two: a step of (Z, P, R, K) = (128, 64, 1344, 72) takes 61 µs
-# instead of 70. Four warps take 202 instead of 246 for (424, 61, 1560, 104), and with four ranges 55 instead of 70 for
-# (64, 34, 1920, 80).
+# The same if most SMs have one entry, and none has two: a step of (Z, P, R, K) = (128, 64, 1344, 72) takes 61 µs
+# instead of 70. Otherwise four warps are faster: 202 instead of 246 for (424, 61, 1560, 104), and 55 instead of 70 with
+# four ranges for (64, 34, 1920, 80).
 ONE_PASS_ALONE: dict[tuple[str, int, ReduceConfig], ReduceConfig] = {
     ("sm_90", 16, ReduceConfig(64, 64, 128, 4, 3)): ReduceConfig(64, 128, 128, 8, 3),
 }
@@ -139,18 +139,18 @@ def _fitted(rows: _Rows, padded: int) -> ReduceConfig:
     return replace(config, block_k=min(padded, config.block_k))
 
 
-# Rows of the reduced axis from which on blocks of 128 are as good as blocks of 64 whatever remains for the last one.
+# From this many reduced rows on blocks of 128 are as fast as blocks of 64, however ragged the last one is.
 _LONG = 512
 
 
 def sm90_reduce_config(P: int, R: int, K: int, sms: int, costly: bool = False) -> Sm90ReduceConfig | None:
-    """The warp-specialised forward pass of P kept rows, R reduced ones and inner dimension K, or None.
+    """The sm90 forward pass of P kept rows, R reduced rows and inner dimension K, or None.
 
-    ``costly`` says that indices are found or a mask is read: four consumers have no registers for that and for blocks
-    of 128. Few different configurations, as each is compiled. Measured on an H200, bfloat16, microseconds for
-    (Z, P, R, K), a maximum: four consumers 52 against 58 with two for (64, 2048, 2048, 64), 66 against 82 for
-    (128, 4096, 300, 128), a logsumexp of (64, 1024, 1024, 128) 41 against 46; with indices two 47 against 51 for that,
-    four 113 against 131 for (128, 4096, 300, 128). One consumer 191 against 215 with two for (10000, 32, 300, 128).
+    ``costly``: it finds indices or reads a mask, for which four consumers with blocks of 128 have no registers. Each
+    configuration is compiled, so there are few. Microseconds on an H200 in bfloat16 for (Z, P, R, K): maxima with four
+    consumers 52 (two: 58) for (64, 2048, 2048, 64) and 66 (82) for (128, 4096, 300, 128), a logsumexp 41 (46) for
+    (64, 1024, 1024, 128); with indices 51 (47) for the latter, and 113 (131) for (128, 4096, 300, 128). One consumer
+    191 (two: 215) for (10000, 32, 300, 128).
     """
     if not 0 < K <= 128 or K % 8:
         return None
@@ -161,22 +161,22 @@ def sm90_reduce_config(P: int, R: int, K: int, sms: int, costly: bool = False) -
     else:
         consumers = 4
     kept_bytes, block_bytes = 2 * consumers * CONSUMER_ROWS * width, 2 * block * width
-    # Few blocks to a tile: the next tiles' rows must be on their way early.
+    # A tile has few blocks: the rows of the next tiles must be loaded early.
     kept_stages = 2 if block == 128 else 4
     room = SHARED_MEMORY - BARRIER_BYTES
     while kept_stages > 1 and (room - kept_stages * kept_bytes) // block_bytes < 3:
         kept_stages -= 1
     stages = min(6, (room - kept_stages * kept_bytes) // block_bytes)
-    # The registers of four consumers do not hold the rows and a block of 128, or the rows and indices.
+    # Four consumers have no registers for rows beside a block of 128, or beside indices.
     in_registers = block < 128 and not costly
     return Sm90ReduceConfig(block, width, consumers, kept_stages, stages, in_registers, sms)
 
 
 def one_hot_pipeline(P: int, R: int, K: int, sms: int) -> OneHotPipeline | None:
-    """The warp-specialised gradient of R reduced rows from P kept ones, K columns wide, or None.
+    """The sm90 gradient of R reduced rows from P kept rows of K columns, or None.
 
-    Microseconds on an H200 for (Z, P, R, K): 770 for (32, 32768, 1024, 128), where the generic kernel takes 1500; 60
-    for (64, 1024, 1024, 128), where it is as fast.
+    On an H200 it took 770 µs for (Z, P, R, K) = (32, 32768, 1024, 128), the generic kernel 1500; 60 for
+    (64, 1024, 1024, 128), as the generic one.
     """
     if not 0 < K <= 128 or K % 8:
         return None

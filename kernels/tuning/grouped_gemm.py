@@ -1,14 +1,14 @@
-"""How the rows of experts are padded, and the generic tiles of products, by architecture and dtype. Plain data."""
+"""The padding of the rows of experts, and the generic tiles of products, by architecture and dtype."""
 
 from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
 class GroupedTiles:
-    """``block_m × block_n`` of the result for each program, from ``block_inner`` of the inner axis at a time.
+    """A program computes ``block_m × block_n`` of the result in steps of ``block_inner``.
 
-    Rows of experts are those of one expert. Of a weight gradient ``block_m`` and ``block_n`` are rows and columns of
-    the weight, and the inner axis is that of the rows, of all or of an expert's.
+    A tile of sorted rows has a single expert. In a weight gradient ``block_m`` and ``block_n`` are rows and columns of
+    the weight, and the inner axis is the rows, all or those of an expert.
     """
 
     block_m: int
@@ -18,8 +18,8 @@ class GroupedTiles:
     num_stages: int
 
 
-# Every expert's rows begin at a multiple of one of these. Where a backward pass will run it is the last one, which the
-# kernels of every kind take; else the smallest that holds an expert's share of the rows, as few rows are padded then.
+# Every expert's rows begin at a multiple of one of these: the last one if a backward pass follows, as all kernels
+# support it, else the smallest that holds an expert's share of the rows, for little padding.
 BLOCKS = (16, 64, 128)
 
 # By (architecture, bits of an element); architectures without a row take that of "other".
@@ -28,10 +28,10 @@ GROUPED_TILES: dict[tuple[str, int], GroupedTiles] = {
     ("other", 16): GroupedTiles(64, 64, 32, 4, 2),
     ("other", 32): GroupedTiles(32, 32, 32, 4, 1),
 }
-# Columns of a tile with two sums, both projections of a gated hidden: more of them have no registers.
+# Columns of a tile with two accumulators, both projections of a gated hidden: more would not fit in registers.
 WIDEST_OF_TWO = 64
-# With few rows for each expert a program waits for its weights: many bytes are on their way at once. By
-# (architecture, bits, block).
+# With few rows per expert a program is bound by loading its weights: many bytes are in flight. By (architecture, bits,
+# block).
 FEW_ROWS_TILES: dict[tuple[str, int, int], GroupedTiles] = {
     ("sm_90", 16, 16): GroupedTiles(16, 64, 128, 4, 4),
     ("sm_90", 16, 64): GroupedTiles(64, 64, 64, 4, 3),
@@ -41,14 +41,14 @@ FEW_ROWS_TILES: dict[tuple[str, int, int], GroupedTiles] = {
 
 
 def row_block(rows: int, experts: int, training: bool) -> int:
-    """What every expert's rows are padded to a multiple of, for so many ``rows`` in all."""
+    """The block that every expert's rows are padded to, for ``rows`` rows in all."""
     if training:
         return BLOCKS[-1]
     return next((block for block in BLOCKS if block * experts >= rows), BLOCKS[-1])
 
 
 def padded_rows(rows: int, experts: int, block: int) -> int:
-    """The most rows that padding makes of ``rows``, whichever expert has them."""
+    """The largest number of padded rows, however ``rows`` are distributed over experts."""
     return (rows + experts * (block - 1)) // block * block
 
 
@@ -58,7 +58,7 @@ def product_tiles(architecture: str, bits: int) -> GroupedTiles:
 
 
 def grouped_tiles(architecture: str, bits: int, step: str, block: int) -> GroupedTiles:
-    """Those of a step of experts whose rows are in blocks of ``block``; a "wide" step has two sums."""
+    """The tiles of a step whose rows are in blocks of ``block``; a "wide" step has two accumulators."""
     few = FEW_ROWS_TILES.get((architecture, bits, block)) or FEW_ROWS_TILES.get(("other", bits, block))
     if step != "weight_gradient" and few is not None:
         return few

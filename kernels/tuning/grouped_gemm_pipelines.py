@@ -1,4 +1,4 @@
-"""Experts: the warp-specialised kernels' configurations. Plain data."""
+"""Experts: the configurations of the sm90 kernels."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -6,15 +6,15 @@ from typing import ClassVar
 from .gemm_epilogue import EpiloguePipeline
 from .limits import CONSUMER_ROWS, stages_that_fit
 
-# What the rows of every expert are padded to a multiple of: those of one tile.
+# The rows of every expert are padded to a multiple of a tile's.
 BLOCK = 128
-# Columns of a tile that two consumers compute together.
+# Columns of a tile of two cooperative consumers.
 COOPERATIVE_COLUMNS = 256
 
 
 @dataclass(frozen=True)
 class CooperativePipeline:
-    """A product without an activation: two consumers compute tiles of 128 × 256 together, 64 rows each.
+    """A product without an activation: two cooperative consumers compute tiles of 128 × 256, 64 rows each.
 
     The other fields are those of :class:`EpiloguePipeline`.
     """
@@ -34,11 +34,11 @@ class CooperativePipeline:
 
 GroupedPipeline = EpiloguePipeline | CooperativePipeline
 
-# By (step, gated); a gated product is a sum of two. The weight gradient is the same kernel with and without a gate. On
-# an H200 a sixth stage in the place of two slots for results gained 1 to 4 %; groups of 4 to 16 made no difference.
-# Groups are those of one expert: its weights are read once for so many tiles of its rows. On an H100, of 24 products
-# and weight gradients of six sizes, consumers that work together took 0.44 to 1.1 times as long as consumers that take
-# turns at tiles of 128 × 128 (at 8 experts with 2,048 rows each, 4096 × 14,336: 0.44 to 0.87).
+# By (step, gated); a gated product is a sum of two. The weight gradient has one kernel, with and without a gate. Groups
+# have tile rows of one expert, whose weights are read once per group. On an H200 a sixth stage instead of two staging
+# buffers gained 1 to 4 %; groups of 4 to 16 made no difference. On an H100 the cooperative mainloop took 0.44 to 1.1
+# times as long as ping-pong with tiles of 128 × 128 for 24 products and weight gradients of six sizes (0.44 to 0.87 at
+# 8 experts with 2,048 rows each, 4096 × 14,336).
 GROUPED_PIPELINES: dict[tuple[str, bool], GroupedPipeline] = {
     ("hidden", False): EpiloguePipeline(slots=1, group=16),
     ("hidden", True): EpiloguePipeline(slots=1, group=16),

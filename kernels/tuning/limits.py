@@ -1,4 +1,4 @@
-"""Limits that all kernels share: sizes, and which architectures have an instruction."""
+"""Limits of all kernels: sizes, and the instructions of an architecture."""
 
 from functools import cache
 
@@ -6,7 +6,7 @@ MINIMUM_WIDTH = 16  # the smallest inner dimension a matrix instruction takes
 
 CONSUMER_ROWS = 64  # of a consumer (warp group): the rows of one wgmma
 SHARED_MEMORY = 227 * 1024  # bytes per CTA on Hopper
-BARRIER_BYTES = 1024  # of them, reserved for the mbarriers of all rings
+BARRIER_BYTES = 1024  # of these, reserved for the mbarriers of all rings
 MOST_STAGES = 4  # of a ring: more did not help
 
 
@@ -32,10 +32,10 @@ def stages_that_fit(lines: int, step: int, buffers: int, most: int = 8, bits: in
 
 
 def padded_width(width: int) -> int:
-    """The width a kernel works with on chip: the next power of two, at least 16."""
+    """The width of a tile on chip: the next power of two, at least 16."""
     return max(MINIMUM_WIDTH, 1 << (width - 1).bit_length())
 
 
 def sm90_width(width: int) -> int:
-    """The same for the warp-specialised kernels: at least 64 columns (128 bytes), at most 256."""
+    """The same for the sm90 kernels: at least 64 columns (128 bytes), at most 256."""
     return 64 if width <= 64 else 128 if width <= 128 else 256

@@ -1,19 +1,16 @@
-"""Late interaction: the tiles of its gradients; the forward pass has those of GEMM-reduce.
-
-Conservative ones that were compiled for every architecture.
-"""
+"""Late interaction: the tiles of its gradients, conservative ones; the forward pass has those of GEMM-reduce."""
 
 from dataclasses import dataclass, replace
 
 from .gemm_reduce import OneHotPipeline
 from .limits import padded_width
 
-WIDEST_COLUMNS = 128  # of a gradient that one program holds; a wider one is shared out
+WIDEST_COLUMNS = 128  # of a gradient per program
 
 
 @dataclass(frozen=True)
 class GatherConfig:
-    """Tile of the queries' gradient: tokens × columns, and the documents of one step of its loop."""
+    """Tile of the queries' gradient: tokens × columns, and documents per step."""
 
     block_p: int
     block_k: int
@@ -23,9 +20,9 @@ class GatherConfig:
 
 @dataclass(frozen=True)
 class OneHotConfig:
-    """Tile of the documents' gradient: document rows × columns, and the query tokens that join it at once.
+    """Tile of the documents' gradient: document rows × columns, and query tokens per step.
 
-    ``sm90`` is what runs instead for padded documents, where the queries lie as its copies need them.
+    ``sm90`` is the configuration of the sm90 kernel, which runs for padded documents if TMA can read the queries.
     """
 
     block_l: int
@@ -36,8 +33,8 @@ class OneHotConfig:
     sm90: OneHotPipeline | None = None
 
 
-# By (architecture, bits of an element); architectures without a row take that of "other". Narrower
-# gradients take fewer columns.
+# By (architecture, bits of an element); architectures without a row take that of "other". Narrower gradients take fewer
+# columns.
 TABLE: dict[tuple[str, int], OneHotConfig] = {
     ("sm_90", 16): OneHotConfig(64, 64, WIDEST_COLUMNS, 4, 3),
     ("other", 16): OneHotConfig(64, 32, 64, 4, 2),

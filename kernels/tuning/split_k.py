@@ -1,4 +1,4 @@
-"""Split products: architecture, dtype and sizes -> tiles, and how their partials are added up."""
+"""Split products: architecture, dtype and sizes -> tiles, and the blocks of the sums of partials."""
 
 from dataclasses import dataclass
 
@@ -7,11 +7,10 @@ from .grouped_gemm import GroupedTiles
 
 @dataclass(frozen=True)
 class SplitTiles(GroupedTiles):
-    """A ``block_m`` of 1 is the kernel of a single row.
+    """A ``block_m`` of 1 means the kernel of a single row.
 
-    ``swapped`` multiplies the tiles the other way round, so that the columns of the result fill the rows of a matrix
-    instruction. ``programs`` per SM are enough to keep memory busy; a range of the inner axis has ``shortest_split``
-    blocks or more.
+    ``swapped`` exchanges the operands, so that the columns of the result fill the rows of a matrix instruction.
+    ``programs`` per SM are enough to saturate memory; a range of the inner axis has ``shortest_split`` blocks or more.
     """
 
     programs: int = 1
@@ -28,10 +27,10 @@ _UPRIGHT = SplitTiles(64, 16, 128, 4, 6)
 _NARROW = SplitTiles(64, 32, 128, 4, 6)
 _SQUARE = SplitTiles(64, 64, 64, 4, 6, shortest_split=3)
 
-# By (architecture, bits of an element), and in each the first row that holds both sides of the result: (rows, columns,
-# tiles). Architectures without rows of their own take those of "other", which are not measured. On an H100 in bfloat16,
-# 360 random products in a CUDA graph with up to 24 tiles and five splits each: up to 64 rows or columns these took on
-# average 1.02 times as long as the fastest, at most 1.14 times, but for one (1.36 at 2 × 25 × 824,896).
+# By (architecture, bits of an element): (most rows, most columns, tiles), of which the first that fits is taken.
+# Architectures without rows of their own take those of "other", which are not measured. For 360 random products on an
+# H100 in bfloat16, in a CUDA graph with up to 24 tiles and five splits each, these took on average 1.02 times as long
+# as the fastest up to 64 rows or columns, at most 1.14 times, but for one (1.36 at 2 × 25 × 824,896).
 _ANY = 2**31
 TABLE: dict[tuple[str, int], tuple[tuple[int, int, SplitTiles], ...]] = {
     ("sm_90", 16): (
@@ -63,10 +62,10 @@ def split_tiles(architecture: str, bits: int, rows: int, columns: int) -> SplitT
 
 
 def reduce_blocks(outputs: int, splits: int) -> tuple[int, int, int]:
-    """Sums of one program, partials of each at a time, and warps, for so many outputs of so many partials.
+    """(sums per program, partials loaded at a time, warps) for so many outputs of so many partials.
 
-    Where there are many partials, as many programs as there are SMs, each with all of its loads in flight: on an
-    H200 the sum of 128 partials of 64 × 64 results takes 1.3 µs of a graph so.
+    Many partials take as many programs as there are SMs, each with all of its loads in flight: on an H200 the sum of
+    128 partials of 64 × 64 results then takes 1.3 µs in a graph.
     """
     if splits <= 16:
         block = 256  # 8 partials of 16 × 1024 results: 5.1 µs with the product, whatever the block

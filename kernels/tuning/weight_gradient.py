@@ -1,7 +1,7 @@
-"""Weight and bias gradient in one pass over dy: the warp-specialised kernel's tiles.
+"""Weight and bias gradient in one pass over dy: the tiles of the sm90 kernel.
 
-They are all that fill the registers of two consumers, or half of them; which one a problem takes is a matter of its
-sizes, and decided by ``planning``. The generic kernel takes the tiles of other products.
+They fill the registers of two consumers, or half of these; ``planning`` chooses one by the sizes. The generic kernel
+has the tiles of other products.
 """
 
 from dataclasses import dataclass
@@ -11,13 +11,11 @@ from .limits import CONSUMER_ROWS, stages_that_fit
 
 @dataclass(frozen=True)
 class WeightGradientPipeline:
-    """The warp-specialised kernel: two consumers with ``units × columns`` of dW each, below one another.
+    """The sm90 kernel: two cooperative consumers with ``units × columns`` of dW each.
 
-    ``stages`` of ``rows`` rows of both sides are on their way or on chip at once: as many as fit, up to six, as a
-    seventh was not measured. ``group`` tiles below one another are computed before those to their right, so that
-    programs that run at once read few columns of both sides. At most ``programs`` programs run, each of which takes
-    tile after tile. ``sum_warps`` add up dy for its bias gradient: two where a matrix instruction needs more registers
-    than sixteen warps can have, else four.
+    The ring has ``stages`` of ``rows`` rows of both operands: as many as fit, up to six, as a seventh was not measured.
+    Tiles are swizzled in groups of ``group`` tile rows. Persistent, with at most ``programs`` programs. ``sum_warps``
+    sum dy for its bias gradient: two if a wgmma needs more registers than sixteen warps can have, else four.
     """
 
     units: int
@@ -30,7 +28,7 @@ class WeightGradientPipeline:
 
     @property
     def stages(self) -> int:
-        """Those of the ring; results leave from registers."""
+        """Stages of the ring; results are stored from registers."""
         return stages_that_fit(sum(self.tile), self.rows, 0, most=6)
 
     @property

@@ -31,6 +31,7 @@ from ...matmul.sm90.ring import (
     HALF,
     TILE,
     OperandRing,
+    Stages,
     acquire,
     make_staging,
     operand_ring,
@@ -267,9 +268,9 @@ def _consume_tile(
 def _stored_weight_gradient_kernel(
     stored_desc, x_desc, dy_desc, hidden_desc,
     up_ptr, gate_ptr, down_ptr, up_bias_ptr, gate_bias_ptr, down_bias_ptr, stride_split, N, part_columns, M, splits,
-    K: gl.constexpr, O: gl.constexpr, COLUMNS: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr,
-    ARITHMETIC: gl.constexpr,
+    K: gl.constexpr, O: gl.constexpr, COLUMNS: gl.constexpr, STAGES: gl.constexpr, ARITHMETIC: gl.constexpr,
 ):  # fmt: skip
+    ROWS: gl.constexpr = STAGES.step
     DTYPE: gl.constexpr = stored_desc.dtype
     PROJECTIONS: gl.constexpr = 1 if gate_ptr is None else 2
     split = gl.program_id(0) % splits
@@ -286,7 +287,7 @@ def _stored_weight_gradient_kernel(
     # The gradient (up is part 0, then gate, down), its tile's first unit and column, the first row, steps of rows.
     own = (part, is_down, tile // column_tiles * TILE, tile % column_tiles * COLUMNS, row, steps)
     gradients = (up_ptr, gate_ptr, down_ptr, up_bias_ptr, gate_bias_ptr, down_bias_ptr)
-    ring = cooperative_ring(stored_desc, x_desc, COLUMNS, True, False, ROWS, STAGES)
+    ring = cooperative_ring(stored_desc, x_desc, COLUMNS, True, False, ROWS, STAGES.stages)
     ones = gl.allocate_shared_memory(DTYPE, [8, ROWS], gl.NVMMASharedLayout.get_default_for([8, ROWS], DTYPE))
     ones.store(gl.full([8, ROWS], 1.0, DTYPE, gl.BlockedLayout([1, 4], [2, 16], [4, 1], [1, 0])))
     fence_async_shared()
@@ -330,7 +331,7 @@ def prepare_stored(
         config.weight_tiles(parts - 1, width, hidden, out_width) * splits,
         (split_size, hidden),
         (part_columns, rows, splits),
-        (width, out_width, config.block_columns, config.rows, config.stages, arithmetic),
+        (width, out_width, config.block_columns, Stages(config.rows, config.stages, 0), arithmetic),
         geometries=(
             stored(config.rows, CONSUMER_ROWS),
             matrices.x.geometry(config.rows, config.block_columns),

@@ -24,21 +24,31 @@ class _Strides(NamedTuple):
     bias: tuple[int, ...]
 
 
+class _Variant(NamedTuple):
+    """What the kernel is compiled for, besides tiles and arithmetic; ``block`` is that of a ``RowOrder``."""
+
+    swapped: bool
+    output: str
+    block: int
+    w_transposed: bool
+    unit: int
+    dependent: bool
+
+
 @triton.jit(do_not_specialize=["M", "splits", "zero"])
 def _product_kernel(
     a_ptr, w_ptr, other_ptr, w_other_ptr, out_ptr, bias_ptr, tile_expert_ptr, slots_ptr, strides, N, K, M, splits, zero,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_INNER: tl.constexpr, SWAPPED: tl.constexpr,
-    OUTPUT: tl.constexpr, BLOCK: tl.constexpr, ARITHMETIC: tl.constexpr, W_TRANSPOSED: tl.constexpr, UNIT: tl.constexpr,
-    DEPENDENT: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_INNER: tl.constexpr, VARIANT: tl.constexpr,
+    ARITHMETIC: tl.constexpr,
 ):  # fmt: skip
     # The result is contiguous. ``zero`` is 0 at run time only (``add_product``).
     INPUT_PRECISION: tl.constexpr = ARITHMETIC.input_precision
-    wait_for_previous_kernel(DEPENDENT)
+    wait_for_previous_kernel(VARIANT.dependent)
     stride_am, stride_ak = strides.a
-    K, stride_am = assume_multiple(K, UNIT), assume_multiple(stride_am, UNIT)
-    _, stride_wn, stride_wk = assume_aligned(strides.w, W_TRANSPOSED, UNIT)
-    if W_TRANSPOSED:
-        N = assume_multiple(N, UNIT)
+    K, stride_am = assume_multiple(K, VARIANT.unit), assume_multiple(stride_am, VARIANT.unit)
+    _, stride_wn, stride_wk = assume_aligned(strides.w, VARIANT.w_transposed, VARIANT.unit)
+    if VARIANT.w_transposed:
+        N = assume_multiple(N, VARIANT.unit)
     split = 0
     first = 0
     end = K
@@ -52,7 +62,7 @@ def _product_kernel(
     else:
         row, column = swizzled_tile(tl.program_id(0), M, N, BLOCK_M, BLOCK_N)
     first_row = row * BLOCK_M
-    expert = expert_of(tile_expert_ptr, slots_ptr, first_row, BLOCK)
+    expert = expert_of(tile_expert_ptr, slots_ptr, first_row, VARIANT.block)
     # Tiles of padding only are never read.
     if expert >= 0:
         rows = first_row + tl.arange(0, BLOCK_M)
@@ -60,7 +70,7 @@ def _product_kernel(
         row_limit = end_of_rows(slots_ptr, first_row, M, BLOCK_M)
         a = Operand(a_ptr, 0, stride_am, stride_ak, row_limit, K)
         w = Operand(w_ptr, strides.w[0], stride_wn, stride_wk, N, K)
-        if SWAPPED:
+        if VARIANT.swapped:
             # With the smaller operand second, the larger one fills the rows of an MMA instruction.
             acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
             acc = multiply(acc, w, a, cols, rows, 0, first, end, zero, BLOCK_INNER, INPUT_PRECISION).T
@@ -74,7 +84,7 @@ def _product_kernel(
                 acc, other, w_other, rows, cols, expert, first, end, zero, BLOCK_INNER, INPUT_PRECISION
             )  # fmt: skip
         bias, out = Bias(bias_ptr, *strides.bias, N), ProductOutput(out_ptr, M, N, row_limit)
-        store_product(acc, out, bias, expert, rows, cols, split, OUTPUT, ARITHMETIC)
+        store_product(acc, out, bias, expert, rows, cols, split, VARIANT.output, ARITHMETIC)
 
 
 def prepare_product(
@@ -104,8 +114,8 @@ def prepare_product(
         (_Strides(a.stride(), *[strides(w, 3) for w in weights], strides(bias, 2)), columns, inner),
         (rows, splits, 0.0),
         (
-            tiles.block_m, tiles.block_n, tiles.block_inner, swapped, output, order.block, arithmetic.constants, *units,
-            dependent,
+            tiles.block_m, tiles.block_n, tiles.block_inner,
+            _Variant(swapped, output, order.block, *units, dependent), arithmetic.constants,
         ),
         tiles.num_warps,
         tiles.num_stages,
