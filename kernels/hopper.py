@@ -5,7 +5,7 @@ them. For a Triton release that is not known, a self-test tells whether the kern
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -43,8 +43,16 @@ ALIGNMENT = 16  # bytes: TMA requires it of a matrix's address and row stride
 _MOST_ROWS = 2**31 - 2**16  # coordinates have 32 bits, including those of a tile that extends past the end
 
 
+class Resource:
+    """The base of what :func:`resources` decorates, which tells type checkers that any field may be given."""
+
+    if TYPE_CHECKING:
+
+        def __init__(self, **fields: Any) -> None: ...
+
+
 def resources(fields: str) -> Callable[[type], Any]:
-    """Decorate a class with named ``fields``, which are passed through device code as one argument.
+    """Decorate a :class:`Resource` with named ``fields``, which are passed through device code as one argument.
 
     A field may be a tensor, a descriptor, shared memory, another such object, a compile-time value (which a namedtuple
     would turn into a tensor) or None; code that depends on a field that is None is compiled out. Fields are given by
@@ -202,6 +210,7 @@ __all__ = [
     "Descriptor",
     "Geometry",
     "Matrix",
+    "Resource",
     "Scaled",
     "copy_in",
     "copy_out",

@@ -41,7 +41,7 @@ class Arithmetic:
 
 
 class Strides(NamedTuple):
-    """Those of a kernel's operands; ``rows`` is dy or a residual, ``bias`` has one stride for each bias."""
+    """The strides of a kernel's operands; ``rows`` is dy or a residual, ``bias`` has one stride for each bias."""
 
     x: tuple[int, ...]
     up: tuple[int, ...]

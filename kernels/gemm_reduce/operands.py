@@ -17,7 +17,7 @@ OPERATIONS = ("sum", "mean", "max", "min", "absmax", "sumsq", "logsumexp")
 
 
 class Strides(NamedTuple):
-    """Those of the operands; ``bias`` of kept_bias and reduced_bias, ``entries`` of lengths and offsets."""
+    """The strides of the operands: ``bias`` of kept_bias and reduced_bias, ``entries`` of lengths and offsets."""
 
     kept: tuple[int, ...]
     reduced: tuple[int, ...]

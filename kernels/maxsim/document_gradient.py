@@ -56,7 +56,7 @@ def _block_of_packed(ends_ptr, block, documents):
 
 
 class _Strides(NamedTuple):
-    """Those of the queries, and of the offsets of packed documents."""
+    """The strides of the queries, and of the offsets of packed documents."""
 
     queries: tuple[int, ...]
     offsets: int

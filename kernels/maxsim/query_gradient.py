@@ -13,7 +13,7 @@ from .operands import MaxSimOperands, token_weights
 
 
 class _Strides(NamedTuple):
-    """Those of the documents, of the mask of the queries, and of the offsets of packed documents."""
+    """The strides of the documents, of the mask of the queries, and of the offsets of packed documents."""
 
     documents: tuple[int, ...]
     mask: int

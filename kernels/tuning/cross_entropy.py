@@ -98,13 +98,13 @@ def _tiles(architecture: str, bits: int, sm90: LogitPipeline | None) -> LogitTil
 
 
 def generic_shares(tiles: LogitTiles, rows: int, columns: int, ranges: int) -> Shares:
-    """Those of the generic kernel: each program has one of ``ranges`` ranges of one band of rows."""
+    """The shares of the generic kernel: each program has one of ``ranges`` ranges of one band of rows."""
     tile_columns = -(-columns // tiles.block_n)
     return Shares(tiles.block_m, -(-rows // tiles.block_m), tile_columns, min(ranges, tile_columns), 1)
 
 
 def sm90_shares(pipeline: LogitPipeline, rows: int, columns: int) -> Shares:
-    """Those of the sm90 kernel: each program has one range of every group of bands."""
+    """The shares of the sm90 kernel: each program has one range of every group of bands."""
     band = 2 * CONSUMER_ROWS
     bands, tile_columns = -(-rows // band), -(-columns // pipeline.columns)
     # A band of rows has at least one program.

@@ -69,7 +69,7 @@ TABLE: dict[tuple[str, int], _Rows] = {
     ("other", 16): ((_ANY, ReduceConfig(64, 64, 64, 4, 2)),),
     ("other", 32): ((_ANY, ReduceConfig(64, 64, 32, 4, 2)),),
 }
-# Those of the gradients, also by whether they go through an index. The one-hot matrix is then made in registers, and
+# Rows of the gradients, also by whether they go through an index. The one-hot matrix is then made in registers, and
 # more than one stage would serialise the products.
 GRADIENT_TABLE: dict[tuple[str, int, bool], _Rows] = {
     ("sm_90", 16, False): (

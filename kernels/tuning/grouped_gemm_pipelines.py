@@ -28,7 +28,7 @@ class CooperativePipeline:
 
     @property
     def stages(self) -> int:
-        """Those of the ring."""
+        """Stages of the ring that fit beside the staging buffers."""
         return stages_that_fit(sum(self.tile), self.step, 2 * self.slots)
 
 

@@ -291,7 +291,7 @@ def test_partial_results_of_groups_of_bands(M: int, V: int, programs: int, group
          entropies if entropy else None, stats),
         (V,),
         (M, *shares[1:], (IGNORED, 0.0, 0.0)),
-        (shares.rows, 32, 32, "exact"),
+        (shares.rows, "exact"),
     )  # fmt: skip
     torch.testing.assert_close(loss, F.cross_entropy(logits, target, reduction="none"), rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(stats[0] + stats[1].log(), logits.logsumexp(1), rtol=1e-5, atol=1e-5)

@@ -1,6 +1,6 @@
 """The gradient of some columns of the logits on Hopper: the product of the forward pass again, and its epilogue."""
 
-from ...hopper import fence_async_shared, gl, gluon, resources
+from ...hopper import Resource, fence_async_shared, gl, gluon, resources
 from ...matmul.sm90.cooperative import cooperative_ring, store_tiles
 from ...matmul.sm90.elements import bias_of_columns
 from ...matmul.sm90.loading import Term, load_tiles
@@ -12,7 +12,7 @@ from ..tile import Gradient, gradient_of_tile, gradients_of_rows
 
 
 @resources("out bias_ptr gradient scales staging COLUMNS ARITHMETIC")
-class _Logits:
+class _Logits(Resource):
     """What the epilogue reads and writes besides the product."""
 
 

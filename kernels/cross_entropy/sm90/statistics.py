@@ -1,6 +1,6 @@
 """Statistics of rows of logits on Hopper, from a product that never leaves the chip."""
 
-from ...hopper import fence_async_shared, gl, gluon, resources
+from ...hopper import Resource, fence_async_shared, gl, gluon, resources
 from ...matmul.sm90.cooperative import cooperative_ring, multiply
 from ...matmul.sm90.elements import bias_of_columns
 from ...matmul.sm90.loading import Term, load_term
@@ -14,12 +14,12 @@ QUAD = gl.constexpr(8)
 
 
 @resources("bands tile_columns group COLUMNS")
-class _Ranges:
+class _Ranges(Resource):
     """The schedule: ``group`` bands of 128 rows at a time, whose columns are distributed over all programs."""
 
 
 @resources("target_ptr bias_ptr partials M V scales ARITHMETIC")
-class _Statistics:
+class _Statistics(Resource):
     """What the epilogue reads and writes besides the product."""
 
 

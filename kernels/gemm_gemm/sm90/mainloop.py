@@ -5,7 +5,7 @@ The left operand of the second product is computed from the accumulator of the f
 
 from typing import NamedTuple
 
-from ...hopper import Geometry, gl, gluon, resources, warpgroup_mma
+from ...hopper import Geometry, Resource, gl, gluon, resources, warpgroup_mma
 from ...matmul.sm90.elements import zeros
 from ...matmul.sm90.loading import load_block, rows_first
 from ...matmul.sm90.ring import HALF, operand_ring, ring_beside
@@ -13,7 +13,7 @@ from ..operands import Matrices, Operands
 
 
 @resources("x dy up gate down up_bias_ptr gate_bias_ptr N UNITS CONSUMERS ROW_BYTES UP_BYTES EVEN_N ARITHMETIC")
-class Products:
+class Products(Resource):
     """The operands of both products, as rings, and the arithmetic of the ``N`` hidden units between them.
 
     A stage of x, and of dy in the backward pass, has rows; a stage of a weight has a block of ``UNITS`` hidden units. x
@@ -138,7 +138,7 @@ def config_of(
 
 
 def geometries(matrices: Matrices, rows: int, units: int, width: int, out_width: int) -> tuple[Geometry | None, ...]:
-    """Those of x, of dy if there is one, and of up, gate and down."""
+    """The geometries of x, of dy if there is one, and of up, gate and down."""
     return (
         matrices.x.geometry(rows, width),
         *(() if matrices.beside is None else (matrices.beside.geometry(rows, out_width),)),

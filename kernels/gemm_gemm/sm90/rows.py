@@ -8,7 +8,18 @@ is computed from dy while that is on chip.
 from typing import Any
 
 from ...activations import activation_unit, hidden_and_slopes, through_activation
-from ...hopper import copy_out, dense, fence_async_shared, gl, gluon, mbarrier, resources, tma, warpgroup_mma_wait
+from ...hopper import (
+    Resource,
+    copy_out,
+    dense,
+    fence_async_shared,
+    gl,
+    gluon,
+    mbarrier,
+    resources,
+    tma,
+    warpgroup_mma_wait,
+)
 from ...launching import Launch, Numbers
 from ...matmul.sm90.elements import zeros
 from ...matmul.sm90.loading import load_block, rows_first
@@ -35,7 +46,7 @@ _WIDEST_X_IN_REGISTERS = gl.constexpr(WIDEST_X_IN_REGISTERS)
 
 
 @resources("rows tiles bias_ptr residual_ptr stride_rm dy_sums_ptr O")
-class _Output:
+class _Output(Resource):
     """The result, y or dx, and what the epilogue adds to y: bias and residual, None if absent.
 
     If x is in registers, the result is staged in ``tiles``, else in the buffer of x. At ``dy_sums_ptr`` each consumer

@@ -2,6 +2,7 @@
 
 from ...hopper import (
     Matrix,
+    Resource,
     fence_async_shared,
     gl,
     gluon,
@@ -24,7 +25,7 @@ from ..reduction import Results, State, identity, reduce_tile, store_state
 
 
 @resources("tiles row_tiles splits R reduced_step lengths_ptr offsets_ptr ROWS BLOCK")
-class _Schedule:
+class _Schedule(Resource):
     """Tiles of ``ROWS`` kept rows, each over one of ``splits`` ranges of the reduced rows of its entry.
 
     An entry has ``R`` reduced rows, or those between two offsets; only those before its length are active.

@@ -18,7 +18,7 @@ from .schedules import end_of_rows, expert_of, swizzled_tile
 
 
 class _Strides(NamedTuple):
-    """Those of the operands."""
+    """The strides of the operands."""
 
     x: tuple[int, ...]
     up: tuple[int, ...]

@@ -112,7 +112,7 @@ def _gradient_tile(
 
 
 class _Strides(NamedTuple):
-    """Those of the operands, and the row strides of the results: of dZ and dZg, and of the hidden."""
+    """The strides of the operands, and the row strides of the results: dZ and dZg, and the hidden."""
 
     dy: tuple[int, ...]
     down: tuple[int, ...]

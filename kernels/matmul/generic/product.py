@@ -16,7 +16,7 @@ from .schedules import end_of_rows, expert_of, swizzled_tile
 
 
 class _Strides(NamedTuple):
-    """Those of the operands; both left operands have the same."""
+    """The strides of the operands; both left operands have the same."""
 
     a: tuple[int, ...]
     w: tuple[int, ...]

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ...hopper import fence_async_shared, gl, gluon, matrix, resources, untransposed
+from ...hopper import Resource, fence_async_shared, gl, gluon, matrix, resources, untransposed
 from ...launching import Launch, prepared
 from ...tuning import EpiloguePipeline
 from .loading import Term, load_tiles
@@ -19,7 +19,7 @@ from .schedules import dense_schedule
 
 
 @resources("dx total_ptr rows columns staging FIRST LAST")
-class _Sum:
+class _Sum(Resource):
     """What the epilogue reads and writes: the sum in memory, and dx, which the last group writes."""
 
 

@@ -2,14 +2,14 @@
 
 from ...dropout import LANES as DRAWN_LANES
 from ...dropout import above, swapped, words
-from ...hopper import gl, gluon, resources
+from ...hopper import Resource, gl, gluon, resources
 from .ring import HALF, TILE
 
 LANES = gl.constexpr(DRAWN_LANES)
 
 
 @resources("rows_ptr columns_ptr gate_ptr rows ROW_STRIDE COLUMN_STRIDE")
-class Scales:
+class Scales(Resource):
     """Float32 scales of the rows and columns of a product of 8-bit values; none if ``rows_ptr`` is None.
 
     A single scale for all ``rows`` has a ``ROW_STRIDE`` of 0, one for all columns a ``COLUMN_STRIDE`` of 0.

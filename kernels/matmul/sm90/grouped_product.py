@@ -1,6 +1,6 @@
 """Grouped products on Hopper: rows sorted by expert times their experts' weights, or the sum of two such products."""
 
-from ...hopper import Matrix, dense, fence_async_shared, gl, gluon, resources
+from ...hopper import Matrix, Resource, dense, fence_async_shared, gl, gluon, resources
 from ...launching import Launch, ceil_div
 from ...tuning.grouped_gemm_pipelines import COOPERATIVE_COLUMNS, CooperativePipeline
 from .cooperative import cooperative_ring, store_rows, store_tiles
@@ -14,7 +14,7 @@ WIDE = gl.constexpr(COOPERATIVE_COLUMNS)
 
 
 @resources("out bias_ptr columns staging")
-class _Output:
+class _Output(Resource):
     """What the epilogue reads and writes besides the product."""
 
 

@@ -3,7 +3,7 @@
 The number of a tile's steps depends on how many rows its expert has.
 """
 
-from ...hopper import Matrix, fence_async_shared, gl, gluon, resources, tma
+from ...hopper import Matrix, Resource, fence_async_shared, gl, gluon, resources, tma
 from ...launching import Launch, ceil_div
 from ...tiles import grouped_tile
 from ...tuning.grouped_gemm_pipelines import CooperativePipeline
@@ -16,7 +16,7 @@ from .roles import warp_specialize
 
 
 @resources("starts_ptr order_ptr tile_rows tile_columns work end STEP GROUP")
-class _GroupedInner:
+class _GroupedInner(Resource):
     """The schedule: the tiles of all experts, each over the rows of its own expert."""
 
 

@@ -2,7 +2,7 @@
 
 from ...activations import activation_unit, limited_hidden_and_slopes
 from ...dropout import Dropout, DropoutNumbers
-from ...hopper import Matrix, dense, fence_async_shared, gl, gluon, resources
+from ...hopper import Matrix, Resource, dense, fence_async_shared, gl, gluon, resources
 from ...launching import Launch
 from ...tuning import EpiloguePipeline
 from ..arithmetic import Arithmetic
@@ -16,7 +16,7 @@ from .schedules import make_schedule
 
 
 @resources("hidden z z_gate up_bias_ptr gate_bias_ptr N scales dropout limits staging GATED ARITHMETIC")
-class _Hidden:
+class _Hidden(Resource):
     """What the epilogue reads and writes besides the product."""
 
 

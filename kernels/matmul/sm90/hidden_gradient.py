@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from ...activations import activation_unit, limited_hidden_and_slopes, through_activation
 from ...dropout import Dropout, DropoutNumbers
-from ...hopper import Matrix, copy_in, dense, fence_async_shared, gl, gluon, mbarrier, resources, tma
+from ...hopper import Matrix, Resource, copy_in, dense, fence_async_shared, gl, gluon, mbarrier, resources, tma
 from ...launching import Launch
 from ...tiles import only_before
 from ...tuning import EpiloguePipeline
@@ -33,7 +33,7 @@ class _Variant(NamedTuple):
 
 
 @resources("tiles full empty STAGES")
-class _Quarters:
+class _Quarters(Resource):
     """The ring of pre-activations: ``STAGES`` stages for each consumer, with a quarter of its tile each."""
 
 
@@ -41,7 +41,7 @@ class _Quarters:
     "dz d_gate hidden sums_ptr added_ptr weights_ptr weight_sums_ptr M N scales dropout limits quarters staging GATED "
     "ARITHMETIC BITS VARIANT"
 )
-class _Gradient:
+class _Gradient(Resource):
     """What the epilogue reads and writes besides the product; ``weights_ptr``: routing weights of sorted rows."""
 
 

@@ -1,12 +1,12 @@
 """The load warp: TMA copies of the operands of one tile after another into the stages of the ring."""
 
-from ...hopper import copy_in, gl, gluon, reinterpret, resources
+from ...hopper import Resource, copy_in, gl, gluon, reinterpret, resources
 from .ring import HALF, acquire
 from .schedules import tile_at, tile_count
 
 
 @resources("left right other inner first")
-class Term:
+class Term(Resource):
     """One of the products that a tile sums: descriptors of its operands, and the length of its inner axis.
 
     If ``other`` is given, half of the tile's columns are products with it. Its inner axis begins at ``first``: TMA

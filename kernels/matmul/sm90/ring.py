@@ -6,7 +6,7 @@ barrier to the TMA copies. Consumers wait on ``full``, multiply, and arrive on `
 
 from typing import NamedTuple
 
-from ...hopper import copy_out, fence_async_shared, gl, gluon, mbarrier, resources, tma
+from ...hopper import Resource, copy_out, fence_async_shared, gl, gluon, mbarrier, resources, tma
 from ...tuning import CONSUMER_ROWS
 
 # HALF: rows of one wgmma; also rows and columns of the quarter of a tile that an epilogue processes at once.
@@ -27,7 +27,7 @@ class Stages(NamedTuple):
 
 
 @resources("left right full empty order LEFT_TRANSPOSED RIGHT_TRANSPOSED STEP STAGES")
-class Ring:
+class Ring(Resource):
     """``STAGES`` stages of both operands, each a ``STEP`` of the inner axis, oriented as in global memory.
 
     The left operand of a stage has two halves of rows. Consumers wait for one another on the barriers of ``order``: see
@@ -36,7 +36,7 @@ class Ring:
 
 
 @resources("desc step tiles full empty STAGES TRANSPOSED")
-class OperandRing:
+class OperandRing(Resource):
     """A ring of one operand, a matrix or a batch of them: a stage has one or several blocks of rows.
 
     For a ``TRANSPOSED`` matrix these are blocks of columns, oriented as in global memory. Batch entries are ``step``
@@ -45,7 +45,7 @@ class OperandRing:
 
 
 @resources("buffers SLOTS")
-class Staging:
+class Staging(Resource):
     """Staging buffers in shared memory for TMA stores of results, ``SLOTS`` for each consumer."""
 
 

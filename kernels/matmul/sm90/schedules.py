@@ -1,12 +1,12 @@
 """Schedules: which tile of a result comes next in a persistent kernel."""
 
-from ...hopper import gl, gluon, resources
+from ...hopper import Resource, gl, gluon, resources
 from ...tiles import grouped_tile
 from .ring import TILE
 
 
 @resources("tile_rows tile_columns group tile_expert_ptr starts_ptr weight_rows COLUMNS")
-class Schedule:
+class Schedule(Resource):
     """The tiles of a dense product, or of rows that are sorted by expert.
 
     A tile has 128 rows and ``COLUMNS`` columns. Tiles are swizzled, ``group`` tile rows at a time, so that tiles that
@@ -60,7 +60,7 @@ def tile_at(schedule, index):
 
 
 @resources("tiles entry_tiles ROWS")
-class RowSchedule:
+class RowSchedule(Resource):
     """``tiles`` bands of ``ROWS`` rows with all columns, ``entry_tiles`` of them per batch entry."""
 
 

@@ -4,7 +4,7 @@ The kernel is persistent: the loads of a tile start while the previous one is st
 from the stages that the products read: the tensor cores have no extra work.
 """
 
-from ...hopper import Matrix, fence_async_shared, gl, gluon, resources
+from ...hopper import Matrix, Resource, fence_async_shared, gl, gluon, resources
 from ...launching import Launch
 from ...tiles import grouped_tile, split_range
 from ...tuning import WeightGradientPipeline
@@ -16,7 +16,7 @@ from .roles import warp_specialize
 
 
 @resources("units width M splits work UNITS COLUMNS STEP GROUP")
-class _SplitInner:
+class _SplitInner(Resource):
     """The schedule: tiles of dW, with ``UNITS`` of their rows for each consumer, over one split of the ``M`` rows."""
 
 
