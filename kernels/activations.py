@@ -274,11 +274,13 @@ def hidden_and_slopes(z, z_gate, GATED: tl.constexpr, ARITHMETIC: tl.constexpr):
 
     ``ARITHMETIC`` is a ``matmul.arithmetic.Constants``.
     """
+    ACTIVATION: tl.constexpr = ARITHMETIC.activation
+    ACCURACY: tl.constexpr = ARITHMETIC.accuracy
     if GATED:
-        value, slope = activate(z_gate, ARITHMETIC.activation, ARITHMETIC.accuracy)
+        value, slope = activate(z_gate, ACTIVATION, ACCURACY)
         return value * z, value, z * slope
     else:
-        value, slope = activate(z, ARITHMETIC.activation, ARITHMETIC.accuracy)
+        value, slope = activate(z, ACTIVATION, ACCURACY)
         return value, slope, slope
 
 
@@ -288,13 +290,13 @@ def limited_hidden_and_slopes(z, z_gate, limits, GATED: tl.constexpr, ARITHMETIC
 
     ``limits`` are (limit, offset).
     """
+    ACTIVATION: tl.constexpr = ARITHMETIC.activation
+    ACCURACY: tl.constexpr = ARITHMETIC.accuracy
     if GATED and ARITHMETIC.clamped:
         limit, offset = limits
         # Comparisons instead of tl.minimum, which drops NaN in compiled code.
         up = tl.where(z > limit, limit, tl.where(z < -limit, -limit, z)) + offset
-        value, slope = activate(
-            tl.where(z_gate > limit, limit, z_gate), ARITHMETIC.activation, ARITHMETIC.accuracy
-        )  # fmt: skip
+        value, slope = activate(tl.where(z_gate > limit, limit, z_gate), ACTIVATION, ACCURACY)
         free = (z >= -limit) & (z <= limit)
         return value * up, tl.where(free, value, 0.0), tl.where(z_gate <= limit, up * slope, 0.0)
     else:
@@ -302,9 +304,9 @@ def limited_hidden_and_slopes(z, z_gate, limits, GATED: tl.constexpr, ARITHMETIC
 
 
 @triton.jit
-def through_activation(gradient, slope, z, ACTIVATION: tl.constexpr):
+def through_activation(gradient, slope, z, ARITHMETIC: tl.constexpr):
     """``gradient ⊙ slope``, the gradient at z; where relu is flat it is 0 even if ``gradient`` is NaN, as in torch."""
     product = gradient * slope
-    if ACTIVATION == "relu" or ACTIVATION == "relu2":
+    if ARITHMETIC.activation == "relu" or ARITHMETIC.activation == "relu2":
         product = tl.where(z <= 0, 0.0, product)
     return product

@@ -65,13 +65,14 @@ class LossArithmetic(NamedTuple):
 @triton.jit
 def logits_of(c, scales, ARITHMETIC: tl.constexpr):
     """(scaled and capped logits, their slope in ``c``), from values of the product."""
+    ACCURACY: tl.constexpr = ARITHMETIC.accuracy
     scale, softcap, inverse_cap = scales
     slope = 1.0
     if ARITHMETIC.scaled:
         c *= scale
         slope = scale
     if ARITHMETIC.softcapped:
-        c, tanh_slope = activate(c * inverse_cap, "tanh", ARITHMETIC.accuracy)
+        c, tanh_slope = activate(c * inverse_cap, "tanh", ACCURACY)
         c *= softcap
         slope = tanh_slope * slope
     return c, slope

@@ -46,6 +46,7 @@ def _statistics(row, weight_ptr, BLOCK: tl.constexpr, SMOOTHING: tl.constexpr, A
     Each lane has its own maximum and sums, so that nothing crosses lanes before the end. A new value takes a single
     exponential, of its distance from the lane's maximum.
     """
+    ACCURACY: tl.constexpr = ARITHMETIC.accuracy
     top = tl.full([BLOCK], LOWEST, tl.float32)
     total = tl.zeros([BLOCK], tl.float32)
     weighted = tl.zeros([BLOCK], tl.float32)
@@ -53,7 +54,7 @@ def _statistics(row, weight_ptr, BLOCK: tl.constexpr, SMOOTHING: tl.constexpr, A
         cols = first + tl.arange(0, BLOCK)
         x, _ = _values_and_slope(row, cols, ARITHMETIC)
         distance = x - top
-        share = exponential(-tl.abs(distance), ARITHMETIC.accuracy)
+        share = exponential(-tl.abs(distance), ACCURACY)
         rises = distance > 0
         total = tl.where(rises, total * share + 1.0, total + share)
         top = tl.where(rises, x, top)
@@ -64,7 +65,7 @@ def _statistics(row, weight_ptr, BLOCK: tl.constexpr, SMOOTHING: tl.constexpr, A
                 x *= tl.load(weight_ptr + cols, mask=inside, other=0.0)
             weighted += x
     row_top = tl.max(top, 0)
-    row_total = tl.sum(total * exponential(top - row_top, ARITHMETIC.accuracy), 0)
+    row_total = tl.sum(total * exponential(top - row_top, ACCURACY), 0)
     return row_top, row_total, tl.sum(weighted, 0)
 
 
@@ -77,6 +78,7 @@ def _replace_by_gradient(
 
     All ``length`` elements of the row are written, with zeros from column V on.
     """
+    ACCURACY: tl.constexpr = ARITHMETIC.accuracy
     factors = Factors(factors.by_share * (1.0 / total), factors.by_target, factors.by_weight, 0.0)
     for first in tl.range(0, row.V, BLOCK):
         cols = first + tl.arange(0, BLOCK)
@@ -84,7 +86,7 @@ def _replace_by_gradient(
         class_weights = 1.0
         if SMOOTHING and weight_ptr is not None:
             class_weights = tl.load(weight_ptr + cols, mask=cols < row.V, other=0.0)
-        g = gradient_of(x, slope, cols == target, class_weights, top, factors, False, SMOOTHING, ARITHMETIC.accuracy)
+        g = gradient_of(x, slope, cols == target, class_weights, top, factors, False, SMOOTHING, ACCURACY)
         g = tl.where(cols < row.V, g, 0.0)
         tl.store(row.ptr + cols, g.to(row.ptr.dtype.element_ty), mask=cols < row.length)
 

@@ -65,6 +65,7 @@ def _logit_gradient_kernel(
     K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_N: tl.constexpr,
     GROUP: tl.constexpr, ARITHMETIC: tl.constexpr, INPUT_PRECISION: tl.constexpr,
 ):  # fmt: skip
+    ACCURACY: tl.constexpr = ARITHMETIC.accuracy
     band, tile = grouped_tile(tl.program_id(0), bands, tile_columns, GROUP)
     rows = band * BLOCK_M + tl.arange(0, BLOCK_M)
     cols = tile * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -77,7 +78,7 @@ def _logit_gradient_kernel(
         target_ptr, weight_ptr, top_ptr, by_share_ptr, by_target_ptr, by_weight_ptr, by_logarithm_ptr, M, V, start
     )  # fmt: skip
     x, slope = logits_of(c, scales, ARITHMETIC)
-    gradient = gradient_of_tile(x, slope, cols, gradients_of_rows(rows, given), given, ARITHMETIC.accuracy)
+    gradient = gradient_of_tile(x, slope, cols, gradients_of_rows(rows, given), given, ACCURACY)
     gradient = tl.where((cols < V)[None, :], gradient, 0.0)
     store_tile(out_ptr, gradient, rows, cols, columns, 1, M, columns)
 

@@ -33,6 +33,7 @@ def _statistics_kernel(
 ):  # fmt: skip
     ENTROPY: tl.constexpr = spread_ptr is not None
     SMOOTHING: tl.constexpr = weighted_ptr is not None
+    ACCURACY: tl.constexpr = ARITHMETIC.accuracy
     program = tl.program_id(0)
     band = program % bands
     own = program // bands
@@ -63,7 +64,7 @@ def _statistics_kernel(
             if weight_ptr is not None:
                 shares *= load_vector(weight_ptr, cols, 1, V)[None, :]
             weighted += tl.sum(shares, 1)
-        top, total, spread = add_tile(x, top, total, spread, ENTROPY, ARITHMETIC.accuracy)
+        top, total, spread = add_tile(x, top, total, spread, ENTROPY, ACCURACY)
     at = (band.to(tl.int64) * ranges + own) * BLOCK_M + tl.arange(0, BLOCK_M)
     partials = Partials(top_ptr, total_ptr, spread_ptr, weighted_ptr, chosen_ptr)
     store_statistics(partials, at, rows, top, total, spread, weighted, chosen, found)

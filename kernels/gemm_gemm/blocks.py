@@ -56,9 +56,9 @@ def store(operand, batch, values, rows, inner):
 
 
 @triton.jit
-def up_gradient(d_hidden, slope, z, GATED: tl.constexpr, ACTIVATION: tl.constexpr):
+def up_gradient(d_hidden, slope, z, GATED: tl.constexpr, ARITHMETIC: tl.constexpr):
     """dZ from dH. With a gate, z is a mere factor of the hidden: its slope is the activation of the gate."""
     if GATED:
         return d_hidden * slope
     else:
-        return through_activation(d_hidden, slope, z, ACTIVATION)
+        return through_activation(d_hidden, slope, z, ARITHMETIC)

@@ -58,10 +58,10 @@ def _data_gradient_kernel(
             gate_tile = load(gate, batch, cols, inner)
             z_gate = add_bias(product(x_tile, gate_tile.T, INPUT_PRECISION), gate_bias, 0, cols)
         _, slope, gate_slope = hidden_and_slopes(z, z_gate, GATED, ARITHMETIC)
-        dz = only_before(up_gradient(d_hidden, slope, z, GATED, ARITHMETIC.activation), cols, N, CONFIG.even)
+        dz = only_before(up_gradient(d_hidden, slope, z, GATED, ARITHMETIC), cols, N, CONFIG.even)
         acc = add_product(acc, dz.to(up_tile.dtype), up_tile, zero, INPUT_PRECISION)
         if GATED:
-            dz_gate = through_activation(d_hidden, gate_slope, z_gate, ARITHMETIC.activation)
+            dz_gate = through_activation(d_hidden, gate_slope, z_gate, ARITHMETIC)
             dz_gate = only_before(dz_gate, cols, N, CONFIG.even)
             acc = add_product(acc, dz_gate.to(gate_tile.dtype), gate_tile, zero, INPUT_PRECISION)
     acc *= activation_unit(ARITHMETIC.activation, ARITHMETIC.accuracy)

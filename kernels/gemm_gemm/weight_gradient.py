@@ -91,13 +91,13 @@ def _weight_gradient_kernel(
             if seed_ptr is not None:
                 d_hidden = d_hidden * kept
         if UP:
-            dz = only_before(up_gradient(d_hidden, slope, z, GATED, ARITHMETIC.activation), rows, M, EVEN_M)
+            dz = only_before(up_gradient(d_hidden, slope, z, GATED, ARITHMETIC), rows, M, EVEN_M)
             if d_up_ptr is not None:
                 d_up = add_product(d_up, dz.to(x_tile.dtype), x_tile, zero, INPUT_PRECISION)
             if d_up_bias_ptr is not None:
                 d_up_bias += tl.sum(dz, 1)
         if GATE:
-            dz_gate = through_activation(d_hidden, gate_slope, z_gate, ARITHMETIC.activation)
+            dz_gate = through_activation(d_hidden, gate_slope, z_gate, ARITHMETIC)
             dz_gate = only_before(dz_gate, rows, M, EVEN_M)
             if d_gate_ptr is not None:
                 d_gate = add_product(d_gate, dz_gate.to(x_tile.dtype), x_tile, zero, INPUT_PRECISION)

@@ -43,6 +43,8 @@ def _routing_kernel(
     strides, P, R,
     OP: tl.constexpr, K: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_K: tl.constexpr, ARITHMETIC: tl.constexpr,
 ):  # fmt: skip
+    ACTIVATION: tl.constexpr = ARITHMETIC.activation
+    ACCURACY: tl.constexpr = ARITHMETIC.accuracy
     stride_kz, stride_kp, stride_kk = strides.kept
     stride_rz, stride_rr, stride_rk = strides.reduced
     program = tl.program_id(0)
@@ -57,7 +59,7 @@ def _routing_kernel(
     weight = tl.load(g_ptr + batch * P + rows, mask=reduces, other=0.0)
     kept_at = kept_ptr + batch * stride_kz + rows.to(tl.int64)[:, None] * stride_kp
     found_at = reduced_ptr + batch * stride_rz + (first_row + index)[:, None] * stride_rr
-    if OP == "absmax" or ARITHMETIC.activation != "identity":
+    if OP == "absmax" or ACTIVATION != "identity":
         z = tl.zeros([BLOCK_P], tl.float32)
         for k in tl.range(0, K, BLOCK_K):
             inner = k + tl.arange(0, BLOCK_K).to(tl.int64)[None, :]
@@ -69,10 +71,10 @@ def _routing_kernel(
         if reduced_bias_ptr is not None:
             bias_at = reduced_bias_ptr + index.to(tl.int64) * strides.bias[1]
             z += tl.load(bias_at, mask=reduces, other=0.0).to(tl.float32)
-        c, slope = activate(z, ARITHMETIC.activation, ARITHMETIC.accuracy)
+        c, slope = activate(z, ACTIVATION, ACCURACY)
         if OP == "absmax":
             weight = tl.where(c < 0, -weight, tl.where(c > 0, weight, 0.0))  # NaN has no sign, as in torch
-        weight = through_activation(weight, slope, z, ARITHMETIC.activation)
+        weight = through_activation(weight, slope, z, ARITHMETIC)
         weight = tl.where(reduces, weight, 0.0)
     tl.store(weight_ptr + batch * P + rows, weight, mask=row_ok)
     if d_kept_ptr is not None:

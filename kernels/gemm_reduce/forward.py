@@ -24,6 +24,9 @@ def _reduce_kernel(
     OP: tl.constexpr, K: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr,
     EVEN: tl.constexpr, OUTPUT: tl.constexpr, LAYOUTS: tl.constexpr, ARITHMETIC: tl.constexpr,
 ):  # fmt: skip
+    ACTIVATION: tl.constexpr = ARITHMETIC.activation
+    ACCURACY: tl.constexpr = ARITHMETIC.accuracy
+    INPUT_PRECISION: tl.constexpr = ARITHMETIC.input_precision
     stride_kz, stride_kp, stride_kk, P = aligned_operand(strides.kept, P, LAYOUTS.kept_transposed, LAYOUTS.kept_unit)
     stride_rz, stride_rr, stride_rk, R = aligned_operand(
         strides.reduced, R, LAYOUTS.reduced_transposed, LAYOUTS.reduced_unit
@@ -46,17 +49,16 @@ def _reduce_kernel(
     state = State(tl.full([BLOCK_P], identity(OP), tl.float32), zeros, tl.zeros([BLOCK_P], tl.int32) + start)
     for r in tl.range(start, stop, BLOCK_R):
         cols = r + tl.arange(0, BLOCK_R)
-        c = scores(kept, reduced, rows, cols, zero, K, BLOCK_K, EVEN[0], EVEN[1], ARITHMETIC.input_precision)
+        c = scores(kept, reduced, rows, cols, zero, K, BLOCK_K, EVEN[0], EVEN[1], INPUT_PRECISION)
         c = add_biases(c, rows, cols, kept_bias, reduced_bias)
-        if ARITHMETIC.activation != "identity":
-            c, _ = activate(c, ARITHMETIC.activation, ARITHMETIC.accuracy)
+        if ACTIVATION != "identity":
+            c, _ = activate(c, ACTIVATION, ACCURACY)
         if product_ptr is not None:
             stride_cz, stride_cp, stride_cr = product_strides
             store_tile(product_ptr + batch * stride_cz, c, rows, cols, stride_cp, stride_cr, P, entry)
         state = reduce_tile(
-            c, state, cols, batch, active_rows, not EVEN[1], mask_ptr, strides.mask, OP, index_ptr is not None,
-            ARITHMETIC.accuracy,
-        )  # fmt: skip
+            c, state, cols, batch, active_rows, not EVEN[1], mask_ptr, strides.mask, OP, index_ptr is not None, ACCURACY
+        )
     at = split.to(tl.int64) * stride_split + batch * P + rows
     results = Results(values_ptr, index_ptr, sums_ptr, counts_ptr)
     store_state(state, results, at, rows < P, batch, OP, OUTPUT)

@@ -114,15 +114,17 @@ def of_kept_rows(ptr, first, rows, P, AXIS: tl.constexpr):
 @triton.jit
 def gradient_weights(z, g, result, OP: tl.constexpr, ARITHMETIC: tl.constexpr):
     """W of ``backward``, from a tile of the product with its biases; ``g`` and ``result`` broadcast to it."""
-    c, slope = activate(z, ARITHMETIC.activation, ARITHMETIC.accuracy)
+    ACTIVATION: tl.constexpr = ARITHMETIC.activation
+    ACCURACY: tl.constexpr = ARITHMETIC.accuracy
+    c, slope = activate(z, ACTIVATION, ACCURACY)
     if OP == "logsumexp":
-        w = g * exponential(c - result, ARITHMETIC.accuracy)
+        w = g * exponential(c - result, ACCURACY)
     elif OP == "sumsq":
         w = g * (2.0 * c)
     else:
         w = tl.zeros(z.shape, tl.float32) + g
-    if ARITHMETIC.activation != "identity":
-        w = through_activation(w, slope, z, ARITHMETIC.activation)
+    if ACTIVATION != "identity":
+        w = through_activation(w, slope, z, ARITHMETIC)
     return w
 
 

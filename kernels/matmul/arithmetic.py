@@ -18,7 +18,10 @@ class Named(Protocol):
 
 
 class Constants(NamedTuple):
-    """The part of an :class:`Arithmetic` that kernels are compiled for; ``clamped``: it has a limit or an offset."""
+    """The part of an :class:`Arithmetic` that kernels are compiled for; ``clamped``: it has a limit or an offset.
+
+    Device code passes a name on through a compile-time variable: Triton 3.6 cannot pass a field that is a string.
+    """
 
     activation: str
     accuracy: str

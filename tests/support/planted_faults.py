@@ -90,9 +90,9 @@ FAULTS: tuple[Fault, ...] = (
     ),
     _fault(
         "activation before the bias", _EPILOGUES,
-        "acc = activated(acc, ARITHMETIC.activation, ARITHMETIC.accuracy)",
+        "acc = activated(acc, ACTIVATION, ACCURACY)",
         "added = add_bias(acc * 0.0, bias, batch, cols)\n"
-        "            acc = activated(acc - added, ARITHMETIC.activation, ARITHMETIC.accuracy) + added",
+        "            acc = activated(acc - added, ACTIVATION, ACCURACY) + added",
         "functional/test_linear activation_and_bias_are_applied_once",
     ),
     _fault(

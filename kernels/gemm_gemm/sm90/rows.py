@@ -119,10 +119,10 @@ def _add_second_product(acc, block, n, position, products, EVEN_N: gl.constexpr)
         acc = add_product(hidden, rows_first(products.down, wait_full(products.down, position)), acc)
     else:
         stage = position % products.up.STAGES
-        dz = up_gradient(d_hidden, slope, z, GATED, products.ARITHMETIC.activation)
+        dz = up_gradient(d_hidden, slope, z, GATED, products.ARITHMETIC)
         acc = add_product(only_before(dz, units, products.N, EVEN_N), rows_first(products.up, stage), acc)
         if GATED:
-            dz = through_activation(d_hidden, gate_slope, z_gate, products.ARITHMETIC.activation)
+            dz = through_activation(d_hidden, gate_slope, z_gate, products.ARITHMETIC)
             acc = add_product(only_before(dz, units, products.N, EVEN_N), rows_first(products.gate, stage), acc)
     return acc
 

@@ -169,7 +169,7 @@ def _consume_hidden(consumer: gl.constexpr, products, stored, staging, tiles):
             else:
                 d_hidden = warpgroup_mma_wait(0, [d_hidden])
             down_position = _release(products.down, down_position)
-            dz = through_activation(d_hidden, gate_slope, z_gate, products.ARITHMETIC.activation)
+            dz = through_activation(d_hidden, gate_slope, z_gate, products.ARITHMETIC)
             column = n + (PARTS - 2) * part_columns
             tma_store(consumer, stored, row, column, dz, staging, PARTS - 1)
         mbarrier.arrive(products.dy.empty.index(consumer))

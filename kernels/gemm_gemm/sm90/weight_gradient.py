@@ -135,10 +135,10 @@ def _consume(
         if UP or GATE:
             d_hidden = warpgroup_mma_wait(1 if DOWN else 0, [d_hidden])
         if UP:
-            dz = up_gradient(d_hidden, slope, z, GATED, products.ARITHMETIC.activation)
+            dz = up_gradient(d_hidden, slope, z, GATED, products.ARITHMETIC)
             d_up, d_up_bias = _add(dz, d_up, d_up_bias, x_tile, up_ptr, up_bias_ptr, row + rows, M, EVEN_M)
         if GATE:
-            dz = through_activation(d_hidden, gate_slope, z_gate, products.ARITHMETIC.activation)
+            dz = through_activation(d_hidden, gate_slope, z_gate, products.ARITHMETIC)
             d_gate, d_gate_bias = _add(dz, d_gate, d_gate_bias, x_tile, gate_ptr, gate_bias_ptr, row + rows, M, EVEN_M)
         if DOWN:
             d_down = warpgroup_mma_wait(0, [d_down])

@@ -20,10 +20,12 @@ def store_product(acc, out, bias, batch, rows, cols, split, OUTPUT: tl.constexpr
 
     ``OUTPUT`` is "result", "partial" (a workspace of all splits, summed in a fixed order later), or "atomic".
     """
+    ACTIVATION: tl.constexpr = ARITHMETIC.activation
+    ACCURACY: tl.constexpr = ARITHMETIC.accuracy
     if OUTPUT == "result":
         acc = add_bias(acc, bias, batch, cols)
-        if ARITHMETIC.activation != "identity":
-            acc = activated(acc, ARITHMETIC.activation, ARITHMETIC.accuracy)
+        if ACTIVATION != "identity":
+            acc = activated(acc, ACTIVATION, ACCURACY)
         store_tile(out.ptr, acc, rows, cols, out.columns, 1, out.row_limit, out.columns)
     elif OUTPUT == "partial":
         own_ptr = out.ptr + split.to(tl.int64) * out.rows * out.columns

@@ -36,6 +36,7 @@ def _hidden_kernel(
 ):  # fmt: skip
     # Results are ``[M, width]`` with N columns and padding. ``zero`` is 0 at run time only: see ``tiles.add_product``.
     # With a BLOCK_INNER of 0 there is no product: Z and Zg ``[M, N]`` are read.
+    INPUT_PRECISION: tl.constexpr = ARITHMETIC.input_precision
     GATED: tl.constexpr = w_gate_ptr is not None or gate_ptr is not None
     N, width = assume_multiple(N, VECTOR), assume_multiple(width, VECTOR)
     row, column = swizzled_tile(tl.program_id(0), M, N, BLOCK_M, BLOCK_N)
@@ -64,7 +65,7 @@ def _hidden_kernel(
             absent = Operand(None, 0, 0, 0, 0, 0)
             z = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
             z, z_gate, _ = mainloop(
-                z, z, x, up, gate, absent, sources, cols, expert, 0, K, zero, BLOCK_INNER, ARITHMETIC.input_precision
+                z, z, x, up, gate, absent, sources, cols, expert, 0, K, zero, BLOCK_INNER, INPUT_PRECISION
             )  # fmt: skip
             z = add_bias(z, Bias(up_bias_ptr, *strides.up_bias, N), expert, cols)
             if GATED:

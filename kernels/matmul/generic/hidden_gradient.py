@@ -48,6 +48,7 @@ def _gradient_tile(
     ARITHMETIC: tl.constexpr,
 ):  # fmt: skip
     """Store one tile of dZ and dZg; return ``totals`` plus its sums over rows, or plus the tile if BLOCK_INNER is 0."""
+    INPUT_PRECISION: tl.constexpr = ARITHMETIC.input_precision
     MULTIPLIES: tl.constexpr = BLOCK_INNER != 0
     UNIT: tl.constexpr = activation_unit(ARITHMETIC.activation, ARITHMETIC.accuracy)
     M, N = dy.rows, down.rows
@@ -64,9 +65,7 @@ def _gradient_tile(
             end = tl.where(tl.load(tokens.slots_ptr + first_row) >= 0, end, 0)
         left = Operand(dy.ptr, 0, dy.stride_row, dy.stride_inner, row_limit, end)
         right = Operand(down.ptr, down.stride_batch, down.stride_row, down.stride_inner, N, end)
-        d_hidden = multiply(
-            d_hidden, left, right, rows, cols, expert, 0, end, zero, BLOCK_INNER, ARITHMETIC.input_precision
-        )  # fmt: skip
+        d_hidden = multiply(d_hidden, left, right, rows, cols, expert, 0, end, zero, BLOCK_INNER, INPUT_PRECISION)
     else:
         d_hidden += load_tile(out.dz_ptr, rows, cols, out.stride, 1, M, N).to(tl.float32)
     sources, scaled = rows, d_hidden
@@ -84,7 +83,7 @@ def _gradient_tile(
     if GATED:
         z_gate = load_tile(pre.gate_ptr, sources, cols, pre.stride_gm, pre.stride_gn, row_limit, N).to(tl.float32)
     hidden, slope, gate_slope = limited_hidden_and_slopes(z, z_gate, limits, GATED, ARITHMETIC)
-    dz = scaled * slope if GATED else through_activation(scaled, slope, z, ARITHMETIC.activation)
+    dz = scaled * slope if GATED else through_activation(scaled, slope, z, ARITHMETIC)
     if tokens.slots_ptr is None:
         filled = rows < row_limit
     sums = totals[0] + _stored_and_summed(
@@ -92,7 +91,7 @@ def _gradient_tile(
     )
     gate_sums = totals[1]
     if GATED:
-        d_gate = through_activation(scaled, gate_slope, z_gate, ARITHMETIC.activation)
+        d_gate = through_activation(scaled, gate_slope, z_gate, ARITHMETIC)
         gate_sums += _stored_and_summed(
             out.d_gate_ptr, d_gate, filled, rows, cols, out.stride, row_limit, N, UNIT, MULTIPLIES
         )  # fmt: skip

@@ -42,6 +42,7 @@ def _product_kernel(
     ARITHMETIC: tl.constexpr,
 ):  # fmt: skip
     # The result is contiguous. ``zero`` is 0 at run time only (``add_product``).
+    OUTPUT: tl.constexpr = VARIANT.output
     INPUT_PRECISION: tl.constexpr = ARITHMETIC.input_precision
     wait_for_previous_kernel(VARIANT.dependent)
     stride_am, stride_ak = strides.a
@@ -84,7 +85,7 @@ def _product_kernel(
                 acc, other, w_other, rows, cols, expert, first, end, zero, BLOCK_INNER, INPUT_PRECISION
             )  # fmt: skip
         bias, out = Bias(bias_ptr, *strides.bias, N), ProductOutput(out_ptr, M, N, row_limit)
-        store_product(acc, out, bias, expert, rows, cols, split, VARIANT.output, ARITHMETIC)
+        store_product(acc, out, bias, expert, rows, cols, split, OUTPUT, ARITHMETIC)
 
 
 def prepare_product(

@@ -160,7 +160,7 @@ def _store_quarter(
         d_hidden *= weights
     if BOTH_FIRST:
         dz = d_hidden * slope * UNIT
-        d_gate = through_activation(d_hidden, gate_slope, z_gate, ARITHMETIC.activation) * UNIT
+        d_gate = through_activation(d_hidden, gate_slope, z_gate, ARITHMETIC) * UNIT
         if WEIGHTED:
             # Padding, whose routing weight is 0, must give 0: 0 times an infinite weight of the layer is NaN.
             dz, d_gate = gl.where(weights != 0, dz, 0.0), gl.where(weights != 0, d_gate, 0.0)
@@ -177,7 +177,7 @@ def _store_quarter(
         if GATED:
             dz = d_hidden * slope * UNIT
         else:
-            dz = through_activation(d_hidden, slope, z, ARITHMETIC.activation) * UNIT
+            dz = through_activation(d_hidden, slope, z, ARITHMETIC) * UNIT
             if WEIGHTED:
                 dz = gl.where(weights != 0, dz, 0.0)
     stored = tma_store(consumer, given.dz, row, column, dz, given.staging, stored)
@@ -191,7 +191,7 @@ def _store_quarter(
             sums += _own_sums(dz, given.M - row)
     if GATED:
         if not BOTH_FIRST:
-            d_gate = through_activation(d_hidden, gate_slope, z_gate, ARITHMETIC.activation) * UNIT
+            d_gate = through_activation(d_hidden, gate_slope, z_gate, ARITHMETIC) * UNIT
         stored = tma_store(consumer, given.d_gate, row, column, d_gate, given.staging, stored)
         if given.sums_ptr is not None:
             _store_sums(band_ptr + given.N, _own_sums(d_gate, given.M - row), column, given.N)
