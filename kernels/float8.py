@@ -185,7 +185,7 @@ def _transpose_kernel(
     UNIT: tl.constexpr,
 ):  # fmt: skip
     """The transpose ``[K, M]`` of x, of 8-bit values times the factors of rows, or of numbers divided by scales."""
-    stride_x, stride_values = in_units(stride_x, UNIT), in_units(stride_values, UNIT)
+    stride_x, stride_values = assume_multiple(stride_x, UNIT), assume_multiple(stride_values, UNIT)
     columns = tl.cdiv(K, BLOCK_K)
     band, tile = tl.program_id(0) // columns, tl.program_id(0) % columns
     rows = band.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)

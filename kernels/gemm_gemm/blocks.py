@@ -1,31 +1,8 @@
-"""What the generic kernels share: their operands, tiles of these, and gradients of the hidden."""
-
-from typing import Any
+"""What the generic kernels share: tiles of their operands, and gradients of the hidden."""
 
 from ..activations import through_activation
 from ..device import tl, triton
-from ..matmul.generic import operands
-from ..tiles import assume_aligned, load_tile, store_tile
-
-# Type checkers cannot tell how many strides a device function returns.
-Operand: Any = operands.Operand
-
-
-@triton.jit
-def rows_operand(ptr, strides, rows, COLUMNS: tl.constexpr, CONFIG: tl.constexpr):
-    """x, dy, a residual or a result ``[rows, COLUMNS]``, with the alignment hint of ``operands.Config``."""
-    return Operand(ptr, *assume_aligned(strides, False, CONFIG.unit), rows=rows, inner=COLUMNS)
-
-
-@triton.jit
-def weights(up_ptr, gate_ptr, down_ptr, strides, N, CONFIG: tl.constexpr):
-    """(up, gate, down), likewise."""
-    K: tl.constexpr = CONFIG.k
-    O: tl.constexpr = CONFIG.o
-    up = Operand(up_ptr, *assume_aligned(strides.up, CONFIG.up_transposed, CONFIG.unit), rows=N, inner=K)
-    gate = Operand(gate_ptr, *assume_aligned(strides.gate, CONFIG.up_transposed, CONFIG.unit), rows=N, inner=K)
-    down = Operand(down_ptr, *assume_aligned(strides.down, CONFIG.down_transposed, CONFIG.unit), rows=O, inner=N)
-    return up, gate, down
+from ..tiles import load_tile, store_tile
 
 
 @triton.jit

@@ -7,11 +7,11 @@ from ..device import tl, triton
 from ..dropout import keep
 from ..launching import Launch, ceil_div, prepared
 from ..matmul.generic.epilogues import add_bias
-from ..matmul.generic.operands import Bias, strides
-from ..tiles import add_product, assume_multiple, batch_and_tile, only_before, product
+from ..matmul.generic.operands import Bias, Operand, strides
+from ..tiles import add_product, assume_aligned, assume_multiple, batch_and_tile, only_before, product
 from ..tuning import TileConfig
 from . import sm90
-from .blocks import load, load_transposed, rows_operand, store, weights
+from .blocks import load, load_transposed, store
 from .operands import Operands, dense_strides, unit_stride
 
 
@@ -29,10 +29,12 @@ def _forward_kernel(
     INPUT_PRECISION: tl.constexpr = ARITHMETIC.input_precision
     GATED: tl.constexpr = gate_ptr is not None
     N = assume_multiple(N, CONFIG.unit)
-    x = rows_operand(x_ptr, strides.x, M, K, CONFIG)
-    up, gate, down = weights(up_ptr, gate_ptr, down_ptr, strides, N, CONFIG)
-    residual = rows_operand(residual_ptr, strides.rows, M, O, CONFIG)
-    y = rows_operand(y_ptr, strides.results, M, O, CONFIG)
+    x = Operand(x_ptr, *assume_aligned(strides.x, False, CONFIG.unit), rows=M, inner=K)
+    up = Operand(up_ptr, *assume_aligned(strides.up, CONFIG.up_transposed, CONFIG.unit), rows=N, inner=K)
+    gate = Operand(gate_ptr, *assume_aligned(strides.gate, CONFIG.up_transposed, CONFIG.unit), rows=N, inner=K)
+    down = Operand(down_ptr, *assume_aligned(strides.down, CONFIG.down_transposed, CONFIG.unit), rows=O, inner=N)
+    residual = Operand(residual_ptr, *assume_aligned(strides.rows, False, CONFIG.unit), rows=M, inner=O)
+    y = Operand(y_ptr, *assume_aligned(strides.results, False, CONFIG.unit), rows=M, inner=O)
     up_bias, gate_bias = Bias(up_bias_ptr, 0, strides.bias[0], N), Bias(gate_bias_ptr, 0, strides.bias[1], N)
     drop_limit, keep_scale = dropout
     zero = keep_scale - keep_scale

@@ -132,13 +132,13 @@ class Operands:
         """
         _, length, width, hidden, out_width = self.sizes()
         bias = (*strides(self.up_bias, 1), *strides(self.gate_bias, 1), *further_biases)
-        operands = [strides(each, 3) for each in (self.x, self.up, self.gate, self.down)]
+        x, up, gate, down = [strides(each, 3) for each in (self.x, self.up, self.gate, self.down)]
         widths = width, out_width, *padded_widths(width, out_width)
         config = Config(tiles.block_m, tiles.block_n, *widths, even, *self._layouts(rows))
         return Launch(
             kernel,
             programs,
-            (Strides(*operands, bias, strides(rows, 3), results), hidden),
+            (Strides(x, up, gate, down, bias, strides(rows, 3), results), hidden),
             (length, self.arithmetic.dropout(), *free_numbers),
             (config, self.arithmetic.constants),
             tiles.num_warps,

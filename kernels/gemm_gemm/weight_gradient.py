@@ -8,11 +8,21 @@ from ..activations import activation_unit, hidden_and_slopes, through_activation
 from ..device import tl, triton
 from ..dropout import keep
 from ..launching import Launch, ceil_div, layout_of, prepared
+from ..matmul.generic.operands import Operand
 from ..partials import split_size, summed_over_splits
-from ..tiles import add_product, assume_multiple, load_vector, only_before, product, split_range, store_tile
+from ..tiles import (
+    add_product,
+    assume_aligned,
+    assume_multiple,
+    load_vector,
+    only_before,
+    product,
+    split_range,
+    store_tile,
+)
 from ..tuning import TileConfig
 from . import sm90
-from .blocks import load, load_transposed, rows_operand, up_gradient, weights
+from .blocks import load, load_transposed, up_gradient
 from .operands import Operands
 
 
@@ -36,9 +46,11 @@ def _weight_gradient_kernel(
     # Gradients are dense, one batch entry after another, once per split; the two strides within an entry are free.
     stride_split, stride_d_up_n, stride_d_up_k, stride_d_down_o, stride_d_down_n = strides.results
     N = assume_multiple(N, CONFIG.unit)
-    x = rows_operand(x_ptr, strides.x, M, K, CONFIG)
-    dy = rows_operand(dy_ptr, strides.rows, M, O, CONFIG)
-    up, gate, down = weights(up_ptr, gate_ptr, down_ptr, strides, N, CONFIG)
+    x = Operand(x_ptr, *assume_aligned(strides.x, False, CONFIG.unit), rows=M, inner=K)
+    dy = Operand(dy_ptr, *assume_aligned(strides.rows, False, CONFIG.unit), rows=M, inner=O)
+    up = Operand(up_ptr, *assume_aligned(strides.up, CONFIG.up_transposed, CONFIG.unit), rows=N, inner=K)
+    gate = Operand(gate_ptr, *assume_aligned(strides.gate, CONFIG.up_transposed, CONFIG.unit), rows=N, inner=K)
+    down = Operand(down_ptr, *assume_aligned(strides.down, CONFIG.down_transposed, CONFIG.unit), rows=O, inner=N)
     drop_limit, keep_scale = dropout
     zero = keep_scale - keep_scale
     program = tl.program_id(0)

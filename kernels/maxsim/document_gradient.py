@@ -6,7 +6,7 @@ Scattering the tokens to the rows that they chose would take atomics or a sort. 
 the forward pass, on the matrix units, in a fixed order.
 """
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -55,17 +55,10 @@ def _block_of_packed(ends_ptr, block, documents):
     return low, (block - before).to(tl.int32)
 
 
-class _Strides(NamedTuple):
-    """The strides of the queries, and of the offsets of packed documents."""
-
-    queries: tuple[int, ...]
-    offsets: int
-
-
 @triton.jit(do_not_specialize=["stride_split", "D", "L", "P", "blocks", "splits", "zero"])
 def _document_gradient_kernel(
     queries_ptr, out_ptr, chosen_ptr, weights_ptr, offsets_ptr, ends_ptr,
-    strides, stride_split, D, L, P, blocks, splits, zero,
+    query_strides, stride_offsets, stride_split, D, L, P, blocks, splits, zero,
     K: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_P: tl.constexpr,
     INPUT_PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -84,7 +77,7 @@ def _document_gradient_kernel(
     else:
         document = (block // blocks).to(tl.int64)
         block = block % blocks
-    first, length, _ = entry_rows(document, None, offsets_ptr, (0, strides.offsets), L)
+    first, length, _ = entry_rows(document, None, offsets_ptr, (0, stride_offsets), L)
     if offsets_ptr is not None:
         length = tl.where(there, length, 0)
     else:
@@ -98,7 +91,7 @@ def _document_gradient_kernel(
     weights_ptr += document * P
     for p in tl.range(start, end, BLOCK_P):
         tokens = p + tl.arange(0, BLOCK_P)
-        tile = load_tile(queries_ptr, cols, tokens, strides.queries[1], strides.queries[0], K, P, EVEN, EVEN)
+        tile = load_tile(queries_ptr, cols, tokens, query_strides[1], query_strides[0], K, P, EVEN, EVEN)
         if EVEN_P:
             chosen = tl.load(chosen_ptr + tokens)
             weight = tl.load(weights_ptr + tokens)
@@ -173,7 +166,7 @@ def _prepare_product(
     return Launch(
         _document_gradient_kernel,
         blocks * ceil_div(width, tiles.block_k) * splits,
-        (_Strides(queries.stride(), *strides(offsets, 1)),),
+        (queries.stride(), *strides(offsets, 1)),
         (split_size, documents, length, tokens, blocks_each, splits, 0.0),
         (
             width, tiles.block_l, tiles.block_p, tiles.block_k, tokens % tiles.block_p == 0 and splits == 1,

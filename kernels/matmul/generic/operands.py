@@ -1,14 +1,15 @@
 """Typed resources, which device functions take instead of long lists of arguments, and their launch-time values."""
 
 from collections import namedtuple
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
-# A matrix of any strides, or a batch of them; a transpose swaps two strides. Absent if ``ptr`` is None.
-Operand = namedtuple("Operand", "ptr stride_batch stride_row stride_inner rows inner")
+# A matrix of any strides, or a batch of them; a transpose swaps two strides. Absent if ``ptr`` is None. Any, here and
+# below: type checkers do not know the length of a tuple of strides.
+Operand: Any = namedtuple("Operand", "ptr stride_batch stride_row stride_inner rows inner")
 # A vector, or a batch of them. Absent if ``ptr`` is None.
-Bias = namedtuple("Bias", "ptr stride_batch stride columns")
+Bias: Any = namedtuple("Bias", "ptr stride_batch stride columns")
 # H, and Z and Zg or None: contiguous, with ``width`` columns in memory.
 HiddenOutputs = namedtuple("HiddenOutputs", "hidden_ptr z_ptr gate_ptr row_limit width")
 # The result, or the float32 partials ``[splits, rows, columns]``: contiguous.

@@ -109,10 +109,11 @@ def prepare_product(
     bias, experts of tiles and slots: None for those that are absent.
     """
     (rows, inner), columns = a.shape, weights[0].shape[-2]
+    w, w_other = [strides(weight, 3) for weight in weights]
     return Launch(
         _product_kernel,
         ceil_div(rows, tiles.block_m) * ceil_div(columns, tiles.block_n) * splits,
-        (_Strides(a.stride(), *[strides(w, 3) for w in weights], strides(bias, 2)), columns, inner),
+        (_Strides(a.stride(), w, w_other, strides(bias, 2)), columns, inner),
         (rows, splits, 0.0),
         (
             tiles.block_m, tiles.block_n, tiles.block_inner,

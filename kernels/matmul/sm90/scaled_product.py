@@ -5,7 +5,7 @@ what its terms have in common, 3 % of 16,384 equal terms. So sums begin anew aft
 are added up outside.
 """
 
-from ...hopper import Matrix, fence_async_shared, gl, gluon, resources, tma
+from ...hopper import Matrix, Resource, fence_async_shared, gl, gluon, resources, tma
 from ...launching import Launch
 from ...tuning import EpiloguePipeline
 from .elements import Scales, scaled
@@ -20,7 +20,7 @@ PART = 2048
 
 
 @resources("out bias_ptr columns scales staging")
-class _Product:
+class _Product(Resource):
     """What the epilogue reads and writes: the result, its bias and scales."""
 
 
@@ -70,7 +70,9 @@ def _sm90_scaled_product_kernel(
     )  # fmt: skip
     term = Term(left=left_desc, right=right_desc, other=None, inner=inner, first=0)
     fence_async_shared()
-    warp_specialize(2, _consume, (ring, schedule, steps, parts, given), load_parts, (ring, schedule, term, steps, parts))
+    warp_specialize(
+        2, _consume, (ring, schedule, steps, parts, given), load_parts, (ring, schedule, term, steps, parts)
+    )
 
 
 def prepare_scaled_product(left: Matrix, right: Matrix, out: Matrix, pipeline: EpiloguePipeline) -> Launch:
