@@ -5,11 +5,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-# A matrix of any strides, or a batch of them; a transpose swaps two strides. Absent if ``ptr`` is None. Any, here and
-# below: type checkers do not know the length of a tuple of strides.
-Operand: Any = namedtuple("Operand", "ptr stride_batch stride_row stride_inner rows inner")
+_Operand = namedtuple("_Operand", "ptr stride_batch stride_row stride_inner rows inner")
+_Bias = namedtuple("_Bias", "ptr stride_batch stride columns")
+# A matrix of any strides, or a batch of them; a transpose swaps two strides. Absent if ``ptr`` is None. Type checkers
+# do not know how many strides are unpacked into it.
+Operand: Any = _Operand
 # A vector, or a batch of them. Absent if ``ptr`` is None.
-Bias: Any = namedtuple("Bias", "ptr stride_batch stride columns")
+Bias: Any = _Bias
 # H, and Z and Zg or None: contiguous, with ``width`` columns in memory.
 HiddenOutputs = namedtuple("HiddenOutputs", "hidden_ptr z_ptr gate_ptr row_limit width")
 # The result, or the float32 partials ``[splits, rows, columns]``: contiguous.
