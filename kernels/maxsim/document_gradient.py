@@ -58,10 +58,11 @@ def _block_of_packed(ends_ptr, block, documents):
 @triton.jit(do_not_specialize=["stride_split", "D", "L", "P", "blocks", "splits", "zero"])
 def _document_gradient_kernel(
     queries_ptr, out_ptr, chosen_ptr, weights_ptr, offsets_ptr, ends_ptr,
-    query_strides, stride_offsets, stride_split, D, L, P, blocks, splits, zero,
+    strides, stride_split, D, L, P, blocks, splits, zero,
     K: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_P: tl.constexpr,
     INPUT_PRECISION: tl.constexpr,
 ):  # fmt: skip
+    stride_qp, stride_qk, stride_offsets = strides
     program = tl.program_id(0)
     split = program % splits
     COLUMNS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
@@ -91,7 +92,7 @@ def _document_gradient_kernel(
     weights_ptr += document * P
     for p in tl.range(start, end, BLOCK_P):
         tokens = p + tl.arange(0, BLOCK_P)
-        tile = load_tile(queries_ptr, cols, tokens, query_strides[1], query_strides[0], K, P, EVEN, EVEN)
+        tile = load_tile(queries_ptr, cols, tokens, stride_qk, stride_qp, K, P, EVEN, EVEN)
         if EVEN_P:
             chosen = tl.load(chosen_ptr + tokens)
             weight = tl.load(weights_ptr + tokens)
@@ -166,7 +167,7 @@ def _prepare_product(
     return Launch(
         _document_gradient_kernel,
         blocks * ceil_div(width, tiles.block_k) * splits,
-        (queries.stride(), *strides(offsets, 1)),
+        ((*queries.stride(), *strides(offsets, 1)),),
         (split_size, documents, length, tokens, blocks_each, splits, 0.0),
         (
             width, tiles.block_l, tiles.block_p, tiles.block_k, tokens % tiles.block_p == 0 and splits == 1,
