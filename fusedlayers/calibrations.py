@@ -1,13 +1,13 @@
-"""The record of what was measured on the user's own GPUs, beside that of the self-test in the user's cache folder.
+"""The record of measurements on the user's own GPUs, a JSON file in the user's cache folder.
 
     schema   2
-    records  one for each GPU and all versions that its figures depend on:
-        gpu, processors, torch, compiler, sources   the key; sources is a digest of the kernels
-        driver, toolchain, measured                 of the last run, for the reader; toolchain names the assembler
+    records  one for each GPU and each set of versions that its figures depend on:
+        gpu, processors, torch, compiler, sources   the key; processors counts SMs, sources is a digest of the kernels
+        driver, toolchain, measured                 information about the last run; toolchain names the assembler
         entries  list of {kin, variant, sizes, launched, replayed, hash}: ``planning.record.Row``, in seconds by path
 
-The hash of an entry covers all its figures and the record's key, so that an entry that was edited, or moved to another
-record, is not trusted. Files of a team, or of an image, are merged: what is on record already stays.
+The hash of an entry covers all its figures and the key of its record. An entry that was edited, or moved to another
+record, is therefore not trusted. Merging the file of a team or of an image keeps the entries that are already there.
 """
 
 from __future__ import annotations
@@ -34,7 +34,6 @@ logger = logging.getLogger("fusedlayers")
 SCHEMA = 2
 _PLACE = ("gpu", "processors", "torch", "compiler", "sources")
 Place = tuple[Any, ...]
-# JSON as it is read and written.
 Json = dict[str, Any]
 
 
@@ -48,7 +47,7 @@ def calibration_file() -> Path:
 
 
 def on_record(facts: Device) -> Record | None:
-    """What was measured on such a device with these versions, or None."""
+    """The measurements of such a device with these versions, or None."""
     records = [record for record in FILE.read() or () if record["gpu"] == facts.name]
     place = place_of(facts) if records else ()
     entries = [found for record in records if _place(record) == place for found in trusted(record)]
@@ -64,13 +63,13 @@ def on_record(facts: Device) -> Record | None:
 def place_of(facts: Device) -> Place:
     """The key of a record: the device, and all versions that its figures depend on.
 
-    The assembler is not among them: it comes with Triton, and changes within a process that calls ``torch.compile``.
+    The assembler is not part of it: it comes with Triton, and changes within a process that calls ``torch.compile``.
     """
     return facts.name, facts.sms, torch.__version__, compiler(), sources.of_kernels()
 
 
 def add(facts: Device, entries: Collection[Row], driver: str | None) -> Path:
-    """Records entries, which replace earlier ones for the same problems, and returns the file.
+    """Records entries, which replace earlier ones of the same problems, and returns the file.
 
     Raises:
         OSError, ValueError: the file cannot be written.
@@ -93,10 +92,10 @@ def add(facts: Device, entries: Collection[Row], driver: str | None) -> Path:
 
 
 def merge(paths: Sequence[Path]) -> tuple[int, int]:
-    """Merges the records of other files into the user's: (entries that are new, entries not trusted).
+    """Merges the records of other files into the user's, and returns the numbers of new and of untrusted entries.
 
     Raises:
-        ValueError: a file cannot be read, or is no record; the message names it, and nothing was merged.
+        ValueError: a file cannot be read, or is no record; the message names it, and nothing is merged.
     """
     given = [record for path in paths for record in read(path)]
     taken = dropped = 0
@@ -125,7 +124,7 @@ def export(path: Path) -> int:
     """Writes the whole record into a file, for others to merge; returns the number of entries.
 
     Raises:
-        ValueError: nothing is on record, or what there is cannot be read.
+        ValueError: nothing is on record, or the record cannot be read.
     """
     own = calibration_file()
     if not own.exists():
@@ -139,7 +138,7 @@ def read(path: Path) -> list[Json]:
     """The records of a file.
 
     Raises:
-        ValueError: it cannot be read, or is no record; the message names the file.
+        ValueError: the file cannot be read, or is no record; the message names it.
     """
     found = read_json(path)
     try:
@@ -152,7 +151,7 @@ def checked(found: Any) -> list[Json]:
     """The checked records in a file's contents, without unknown keys.
 
     Raises:
-        ValueError: it is no record.
+        ValueError: the contents are no calibration.
     """
     if not isinstance(found, dict) or found.get("schema") != SCHEMA:
         raise ValueError(f"expected a calibration of schema {SCHEMA}")
@@ -162,7 +161,7 @@ def checked(found: Any) -> list[Json]:
 
 
 def trusted(record: Json) -> list[Row]:
-    """The entries of a record whose hash fits."""
+    """The entries of a record whose hash is right."""
     place = _place(record)
     return [_entry(entry) for entry in record["entries"] if entry["hash"] == _hash(entry, place)]
 
@@ -221,7 +220,7 @@ def _are_seconds(value: object) -> bool:
 
 
 _Expected = dict[str, Callable[[Any], bool]]
-# Checks of the fields of a record and of an entry, as a file may hold anything.
+# Checks of the fields of a record and of an entry, because a file may contain anything.
 _RECORD: _Expected = {
     "gpu": _is_text,
     "processors": _is_size,

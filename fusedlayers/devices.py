@@ -1,4 +1,4 @@
-"""What a torch device can do, asked once per device: the facts that planning works with, and what is on record."""
+"""The facts about a torch device that planning works with, and the user's records of it; queried once per device."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from .kernels import hopper
 from .kernels.device import HAS_TRITON, RELEASE, compiled_folder, interpreted, toolchain
 from .planning import Device
 
-# Facts that tests and the self-test assume instead of the device's own.
+# Facts that replace the device's own in tests and in the self-test.
 _assumed: dict[str, Any] = {}
-# Whether calibrations are among a device's facts.
+# Whether the facts of a device include its calibration.
 _calibrated = True
 
 
@@ -42,7 +42,7 @@ def torch_has_grouped_products(device: torch.device) -> bool:
 
 @contextmanager
 def assumed(**facts: Any) -> Iterator[None]:
-    """Inside, every device is described with these facts, for example as if it had fewer SMs."""
+    """A context in which every device is described with these facts, for example with fewer SMs."""
     before = dict(_assumed)
     _assumed.update(facts)
     try:
@@ -81,20 +81,20 @@ def _describe(device: torch.device) -> Device:
 
 
 def test_release(facts: Device, device: torch.device) -> None:
-    """Tests an unknown release of Triton on ``device``, unless that was done, and refreshes the device's facts."""
+    """Tests an unknown release of Triton on ``device``, unless it was tested, and refreshes the device's facts."""
     releases.test(facts, device)
     _describe.cache_clear()
 
 
 @cache
 def why_nothing_compiles() -> str | None:
-    """Why Triton has no folder to put compiled kernels into, or None.
+    """The reason if Triton has no folder for compiled kernels, or None.
 
-    Where it cannot write into its own, as without a home folder, this process compiles into a temporary one.
+    If Triton cannot write into its own folder, for example without a home folder, this process uses a temporary one.
     """
     folder = compiled_folder()
     try:
-        # Triton does not expand an unknown home folder: "~" would be created in the working folder.
+        # If the home folder is unknown, Triton does not expand "~", and would create it in the working folder.
         if not folder or folder.startswith("~"):
             raise ValueError(f"{folder!r}: no home folder is known")
         check_folder(Path(folder))
@@ -106,7 +106,7 @@ def why_nothing_compiles() -> str | None:
     except OSError as error:
         return f"{reason}, nor in a temporary folder: {error.strerror}"
     atexit.register(temporary.cleanup)
-    # The environment variable, because the compile workers of torch.compile read it, too.
+    # Set the environment variable, because the compile workers of torch.compile read it, too.
     os.environ["TRITON_CACHE_DIR"] = temporary.name
     say_once(f"{reason}; this process keeps them in {temporary.name}")
     return None
@@ -114,7 +114,7 @@ def why_nothing_compiles() -> str | None:
 
 @contextmanager
 def uncalibrated() -> Iterator[None]:
-    """Inside, devices have no calibrations; what is recorded meanwhile counts afterwards."""
+    """A context in which devices have no calibrations; calibrations that are recorded inside count afterwards."""
     global _calibrated
     _calibrated = False
     _describe.cache_clear()
@@ -132,15 +132,15 @@ def records() -> str:
 
 def failures_on_record(facts: Device) -> frozenset[str]:
     """The configurations that failed the self-test on such a device, with this compiler and this assembler."""
-    # Most machines have no such file, and pay nothing for it.
     record = FAILURES.read()
+    # Most machines have no record: skip building the key, which reads the assembler's version.
     return frozenset(record.get(_place(facts), ())) if record else frozenset()
 
 
 def record_failures(facts: Device, names: Collection[str], tested: Collection[str] | None = None) -> Path | None:
-    """Replaces the recorded failures of such a device, and returns the file; None if there were and are none.
+    """Replaces the recorded failures of such a device, and returns the file; None if there are none before and after.
 
-    ``tested``: the configurations of a partial test; records of others stay.
+    ``tested``: the configurations of a partial test; the recorded failures of other configurations stay.
 
     Raises:
         OSError, ValueError: the file cannot be written.
@@ -165,16 +165,16 @@ def _place(facts: Device) -> str:
 
 
 def _checked(record: Any) -> dict[str, list[str]]:
-    """What the self-test recorded: the configurations that failed, by device and toolchain.
+    """The configurations that failed the self-test, by device and toolchain.
 
     Raises:
-        ValueError: it is no such record.
+        ValueError: ``record`` is no such record.
     """
     lists = list(record.values()) if type(record) is dict else [None]
     if not all(type(names) is list and all(type(name) is str for name in names) for names in lists):
-        raise ValueError(f"{FAILURES.name} is no record of a self-test")
+        raise ValueError("is no record of a self-test")
     return dict(record)
 
 
-# Where the self-test records what failed.
+# The configurations that failed the self-test.
 FAILURES = CacheFile("selftest.json", _checked)

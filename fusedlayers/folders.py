@@ -1,4 +1,4 @@
-"""Files that the library writes: its optional records in the user's cache folder, and whether a folder takes files."""
+"""Files that the library writes: its optional records in the user's cache folder, and checks of folders to write to."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ except ImportError:
 
 logger = logging.getLogger("fusedlayers")
 
-# Seconds between two attempts to take a lock that may be held for long.
+# Seconds between two attempts to take a lock that another process may hold for long.
 _PATIENCE = 0.2
 
 Contents = TypeVar("Contents")
@@ -33,7 +33,7 @@ Contents = TypeVar("Contents")
 class CacheFile(Generic[Contents]):
     """A JSON file of the library in the user's cache folder; ``checked`` validates its contents.
 
-    It is optional: one that cannot be read, or is not valid, counts as missing, and one line of INFO says so.
+    The file is optional: if it cannot be read, or is not valid, it counts as missing, and one line of INFO says so.
     ``checked`` raises a ValueError for contents that are not valid.
     """
 
@@ -42,7 +42,7 @@ class CacheFile(Generic[Contents]):
 
     @property
     def path(self) -> Path:
-        """Its path, whether it exists or not.
+        """Its path; the file may not exist.
 
         Raises:
             ValueError: no home folder is known.
@@ -50,7 +50,7 @@ class CacheFile(Generic[Contents]):
         return cache_folder() / self.name
 
     def read(self) -> Contents | None:
-        """Its contents; None where it is missing or unusable."""
+        """Its contents; None if the file is missing or unusable."""
         try:
             found = _read_optional(self.path)
         except FileNotFoundError:
@@ -78,7 +78,7 @@ class CacheFile(Generic[Contents]):
 
     @property
     def state(self) -> str:
-        """A text that changes whenever the file does; empty where there is none."""
+        """A text that changes whenever the file does; empty if there is none."""
         try:
             found = self.path.stat()
         except (OSError, ValueError):
@@ -97,16 +97,16 @@ def cache_folder() -> Path:
         return (Path(given) if given else Path.home() / ".cache") / "fusedlayers"
     except RuntimeError as error:
         raise ValueError(
-            "no home folder is known to keep records in: set XDG_CACHE_HOME to a folder that can be written into"
+            "no home folder is known to keep records in: set XDG_CACHE_HOME to a writable folder"
         ) from error
 
 
 @contextmanager
 def locked(path: Path, seconds: float | None = None) -> Iterator[bool]:
-    """Inside, no other process or thread holds the lock of this file, which is created and stays empty.
+    """Holds the lock of this file, so that no other process or thread does; the file is created, and stays empty.
 
-    The system releases a lock when its process ends in any way. Yields False where the lock was not free within
-    ``seconds``, and True where it is held, or where the file system has no locks, as one line of INFO says then.
+    The system releases the lock when the process ends, however it ends. Yields True if the lock is held, or if the file
+    system has no locks, which one line of INFO says; False if the lock was not free within ``seconds``.
 
     Raises:
         OSError: the file cannot be created.
@@ -117,9 +117,9 @@ def locked(path: Path, seconds: float | None = None) -> Iterator[bool]:
 
 
 def write_json(value: object, path: Path) -> None:
-    """``value`` as JSON; another process never reads half of it."""
+    """Writes ``value`` as JSON, atomically: another process never reads half of it."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    # A process in another container may have the same process id.
+    # The process id is not enough: a process in another container may have the same one.
     unfinished = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}")
     try:
         unfinished.write_text(json.dumps(value, indent=1, allow_nan=False) + "\n", encoding="utf-8")
@@ -133,7 +133,7 @@ def read_json(path: Path, expected: str = "JSON") -> Any:
     """The contents of a JSON file.
 
     Raises:
-        ValueError: it cannot be read, or is not what is ``expected``; the message begins with the file.
+        ValueError: the file cannot be read, or is not what is ``expected``; the message begins with its path.
     """
     try:
         return json.loads(path.read_text(encoding="utf-8"))
@@ -146,14 +146,14 @@ def read_json(path: Path, expected: str = "JSON") -> Any:
 
 
 def check_folder(folder: Path) -> None:
-    """Checks that files can be written into a folder or, without one, where it would be created; leaves nothing.
+    """Checks that files can be written into a folder, or, if it does not exist, into the folder to create it in.
 
     Raises:
-        ValueError: they cannot; the message begins with the folder.
+        ValueError: no file can be written; the message begins with the folder.
     """
     there = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
     try:
-        # Permissions alone do not tell: root has all of them on a read-only file system, too.
+        # Permissions are not enough to check: root has all of them even on a read-only file system.
         with tempfile.TemporaryFile(dir=there):
             pass
     except OSError as error:
@@ -168,7 +168,7 @@ def say_once(message: str) -> None:
 
 
 def _lock(descriptor: int, path: Path, deadline: float | None) -> bool:
-    """Takes the lock, which closing the file releases; False if the deadline passed."""
+    """Takes the lock, which is released when the file is closed; False if the deadline passed."""
     if fcntl is None:
         say_once(f"{path.parent}: this system has no locks for files, so processes may lose each other's records")
         return True
@@ -193,17 +193,17 @@ def _read_optional(path: Path) -> Any:
     """The contents of a JSON file.
 
     Raises:
-        FileNotFoundError: there is none, as on most machines.
-        ValueError: it cannot be read.
+        FileNotFoundError: there is no such file, as on most machines.
+        ValueError: the file cannot be read.
     """
     try:
         mode = path.stat().st_mode
     except (FileNotFoundError, NotADirectoryError) as error:
         raise FileNotFoundError from error
     except OSError as error:
-        # Names the folder, so that all of its files cost one line together.
+        # The message names the folder, so that all files in an unreadable folder cause one line of INFO together.
         raise ValueError(f"{path.parent}: cannot be read: {error.strerror}") from error
     if not stat.S_ISREG(mode):
         # Opening a pipe would block until somebody writes into it.
-        raise ValueError(f"{path}: expected a file of JSON")
+        raise ValueError(f"{path}: expected a JSON file")
     return read_json(path)

@@ -1,9 +1,9 @@
-"""Whether kernels are trusted under this release of Triton: a known one, or one that passed a self-test on this GPU.
+"""Decides if kernels are trusted under this release of Triton: a known one, or one that passed a self-test on this GPU.
 
-A release that is not known is tested once for each GPU and toolchain: one call of every kernel, in another process,
-before auto mode takes the first kernel. The outcome is recorded in the user's cache folder. Where the test fails, does
-not end, or cannot be recorded, auto mode runs torch's operations, and one WARNING says so. If that folder cannot be
-written nothing is tested, because every process of every job would pay for it again.
+An unknown release is tested once for each GPU and toolchain: one call of every kernel, in another process, before auto
+mode runs the first kernel. The outcome is recorded in the user's cache folder. If the test fails, does not end, or
+cannot be recorded, auto mode runs torch's operations, and one WARNING says so. If that folder cannot be written,
+nothing is tested, because every process of every job would have to repeat the test.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from .planning import Device
 
 logger = logging.getLogger("fusedlayers")
 
-# The full self-test tests every configuration, and overrides the verdict of the short one.
+# Advice after a failed short test: the full self-test tests every configuration, and overrides the short one.
 _HOW = "python -m fusedlayers.bench selftest tests every kernel, and those that pass run from then on"
 # Timeout of the short test in seconds; it takes about 20.
 LIMIT = 300.0
 
-# Outcomes of tests that could not be recorded, by their key, and what to do about them.
+# Outcomes of tests that could not be recorded, by their key: (outcome, advice).
 _unrecorded: dict[str, tuple[str, str]] = {}
 _one_at_a_time = threading.Lock()
 
 
 def standing(facts: Device) -> dict[str, Any]:
-    """The facts of a GPU that the release of Triton changes: none if it is known, or no kernel would be taken."""
+    """The facts of a GPU that an unknown release of Triton changes; none if auto mode would take no kernel anyway."""
     if release_is_known() or not facts.triton or facts.record is None:
         return {}
     place = _place(facts)
@@ -53,7 +53,7 @@ def standing(facts: Device) -> dict[str, Any]:
 
 
 def test(facts: Device, device: torch.device) -> None:
-    """Runs the short self-test on ``device``, unless it was run before; :func:`standing` tells the outcome."""
+    """Runs the short self-test on ``device``, unless it was run before; :func:`standing` has the outcome."""
     place = _place(facts)
     with _one_at_a_time:
         if place in _unrecorded:
@@ -66,7 +66,7 @@ def test(facts: Device, device: torch.device) -> None:
             return
         try:
             with locked(RECORD.path.with_suffix(".testing"), LIMIT) as free:
-                # Another process of the same job may have tested meanwhile.
+                # Another process of the same job may have run the test in the meantime.
                 if place in (RECORD.read() or {}):
                     return
                 if not free:
@@ -77,7 +77,7 @@ def test(facts: Device, device: torch.device) -> None:
 
 
 def record(facts: Device, outcome: str = "") -> None:
-    """Records the outcome of a test: empty for a pass, or where failed configurations have their own record.
+    """Records the outcome of a test; it is empty for a pass, or if each failed configuration has its own record.
 
     Raises:
         OSError, ValueError: the file cannot be written.
@@ -88,12 +88,12 @@ def record(facts: Device, outcome: str = "") -> None:
 
 @cache
 def warn_once(message: str) -> None:
-    """One WARNING, however many calls it is about."""
+    """Logs a WARNING once per process."""
     logger.warning(message)
 
 
 def command(device: torch.device) -> Sequence[str]:
-    """The short self-test as a process of the same interpreter, which finds the same packages."""
+    """The command that runs the short self-test with the same interpreter and the same import path."""
     words = ["selftest", "--short", "--device", str(device)]
     code = (
         f"import sys; sys.path[:] = {sys.path!r}; "
@@ -103,23 +103,23 @@ def command(device: torch.device) -> Sequence[str]:
 
 
 def _outcome(facts: Device, device: torch.device) -> str:
-    """The outcome of the short self-test: empty for a pass, or words that follow the name of the release.
+    """Runs the short self-test; returns an empty string for a pass, or a clause that follows the release's name.
 
     Raises:
-        OSError, ValueError: it could not be run.
+        OSError, ValueError: the test could not be run.
     """
     logger.warning(
         "%s is none of the releases that the kernels are known to compile with: they are tested on %s in another "
         "process, once, which takes about half a minute",
         compiler(), facts.name,
     )  # fmt: skip
-    # In a session of its own, so that the processes that it starts can be killed with it.
+    # A new session lets us kill the processes that the test starts together with it.
     process = subprocess.Popen(
         command(device), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         errors="replace", start_new_session=True,
     )  # fmt: skip
     try:
-        said, _ = process.communicate(timeout=LIMIT)
+        output, _ = process.communicate(timeout=LIMIT)
     except subprocess.TimeoutExpired:
         _end(process)
         return f"whose self-test on this machine did not end within {LIMIT:.0f} s"
@@ -128,17 +128,17 @@ def _outcome(facts: Device, device: torch.device) -> str:
         raise
     if process.returncode == 0:
         return ""
-    lines = [line.strip() for line in said.splitlines() if line.strip()]
+    lines = [line.strip() for line in output.splitlines() if line.strip()]
     failed = next((number for number, line in enumerate(lines) if line.startswith("FAILED ")), None)
-    # Neither a lack of memory nor a process that could not start says anything about the release.
-    if failed is None or "out of memory" in said:
+    # Too little memory, or a process that could not start, says nothing about the release.
+    if failed is None or "out of memory" in output:
         raise ValueError(f"the self-test could not be run ({lines[-1] if lines else f'status {process.returncode}'})")
     first = " ".join(lines[failed : failed + 2]).removeprefix("FAILED ")
     return f"which failed the self-test on this machine ({first[:300]})"
 
 
 def _end(process: subprocess.Popen[str]) -> None:
-    """Kills the process and all that it has started."""
+    """Kills the process, and all processes that it has started."""
     os.killpg(process.pid, signal.SIGKILL)
     process.communicate()
 
@@ -147,7 +147,7 @@ def _place(facts: Device) -> str:
     return f"{facts.name}, {toolchain(facts.architecture)}, sources {_sources()}"
 
 
-# Part of the key, so that changed kernels are tested again.
+# The digest is part of the key, so that changed kernels are tested again.
 _sources = cache(sources.of_kernels)
 
 
@@ -155,7 +155,7 @@ def _checked(found: Any) -> dict[str, str]:
     """The outcomes of tests, by their key.
 
     Raises:
-        ValueError: it is no such record.
+        ValueError: ``found`` is no such record.
     """
     if type(found) is not dict or not all(type(outcome) is str for outcome in found.values()):
         raise ValueError("is no record of tested releases")

@@ -1,4 +1,4 @@
-"""The package's own Python files, whose digests identify a state of it."""
+"""Digests of the package's own Python files, which identify its version exactly."""
 
 import hashlib
 from collections.abc import Iterator
@@ -11,7 +11,7 @@ _ROOTS = (_PACKAGE, _KERNELS)
 
 
 def python_files(roots: tuple[Path, ...] = _ROOTS) -> Iterator[tuple[str, Path]]:
-    """Each file's path relative to its package, and the file."""
+    """(path relative to its package, file) of every Python file."""
     for root in roots:
         for path in sorted(root.rglob("*.py")):
             yield path.relative_to(root).as_posix(), path
@@ -26,7 +26,7 @@ def contents(roots: tuple[Path, ...] = _ROOTS) -> str:
 
 
 def of_kernels() -> str:
-    """A digest of what decides how fast a path is: the kernels and their tiles."""
+    """A digest of the kernels and their tiles, which decide how fast a path is."""
     return contents((_KERNELS,))[:16]
 
 

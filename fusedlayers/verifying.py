@@ -1,7 +1,7 @@
 """`verify`: compares results and gradients with float64 and with torch, on the user's machine.
 
-Each of the three runs works on a copy of its own: ours; the same module with torch's own arithmetic (`restore`, and
-``reference`` for the layers of this library); and that in float64. The verdict is that of :mod:`.closeness`.
+The call runs three times, each time on a new copy of the module: as it is; with torch's own arithmetic (`restore`, and
+``reference`` for the layers of this library); and with torch's in float64. :mod:`.closeness` gives the verdict.
 """
 
 from __future__ import annotations
@@ -28,16 +28,23 @@ from .modules import FusedFFN, class_path
 from .replacing import restore
 from .replacing.experts.formula import run_eagerly
 
-# By name: its import takes seconds.
+# A name, because importing the class takes seconds.
 _DISTRIBUTED = "torch.distributed.tensor.DTensor"
 _TORCH_ALONE = {"FUSEDLAYERS_BACKEND": "torch", "FUSEDLAYERS_STRICT": "0"}
+_POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+# A result with fewer elements says too little about torch's error to question it as a yardstick.
+_FEW = 16
+# A verdict must tell the right numbers from these multiples of them, which are as wrong as a forgotten dropout scale.
+_WRONG = 1.1
+# A gradient that fails with the first upstream gradient is judged again over this many others together.
+_AGAIN = 7
 
 
 @dataclass(frozen=True, repr=False)
 class Verification:
     """The verdicts of `verify` on every result and gradient. Prints as a table.
 
-    ``paths`` counts the calls that took each path: what ran through torch was compared with torch.
+    ``paths`` counts the calls that took each path. Calls on torch's path were compared with torch itself.
     """
 
     target: str
@@ -48,9 +55,9 @@ class Verification:
     def ok(self) -> bool:
         """Whether every result and gradient is as close to float64 as torch's, by the rule of ``closeness``.
 
-        It holds for these inputs on this device, and for the paths that ``paths`` counts: where these are all torch's
-        own, no kernel of this library ran, and torch was compared with torch. Tensors too small to judge do not count,
-        empty and zero ones only beside others; False if none counts.
+        This is the verdict for these inputs on this device, and for the paths in ``paths``: if all of these are torch's
+        own, no kernel of this library ran, and torch was compared with torch. Tensors that are too small to judge do
+        not count; empty and zero ones count only if others do. False if no tensor counts.
         """
         judged = [verdict.ok for verdict in self.verdicts if verdict.judged]
         return bool(judged) and all(judged)
@@ -74,7 +81,7 @@ class Verification:
         lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
         faults = [f"  {verdict.message}" for verdict in self.verdicts if not (verdict.ok and verdict.judged)]
         if self._torch_alone:
-            # Before anything is called close: torch was compared with torch.
+            # This comes first, because "close" alone would seem to be about kernels.
             judged = f"{'no kernel' if self.paths else 'nothing'} of this library ran: {judged}"
         title = f"fusedlayers.verify: {self.target}: {judged}"
         ran = f"  calls: {taken or 'none of this library'}"
@@ -98,30 +105,31 @@ class Verification:
 def verify(target: nn.Module | Callable[..., Any], /, *inputs: Any, **options: Any) -> Verification:
     """Compare ``target(*inputs, **options)`` and all its gradients with float64 and with torch in the same dtype.
 
-    Both are judged by the same computation in float64: see :mod:`fusedlayers.closeness`. The gradients are those of
-    every parameter that requires one, of every floating-point tensor in ``inputs``, and of those in ``options`` that
-    require one, for a random upstream gradient; one that fails is judged again over seven others, as torch's error
-    in a tile may have been small by chance. Autocast applies to both where it is on. Where products ran in
-    8 bits, results are judged by their ratio of signal to noise, beside float64 alone. Nothing of ``target`` and of
-    the tensors changes: not a parameter, a ``.grad``, a buffer, the training flag, or a random generator. Code of the
-    module that insists on float32 (norms, rotary embeddings) does so in the reference, too.
+    The error of ours and that of torch are measured against the same computation in float64: see
+    :mod:`fusedlayers.closeness`. Gradients are compared for every parameter that requires one, every floating-point
+    tensor in ``inputs``, and every tensor in ``options`` that requires one, for a random upstream gradient. A gradient
+    that fails is judged again over seven other upstream gradients, because torch's error in a tile may have been small
+    by chance. If autocast is on, it applies to ours and to torch. If products ran in 8 bits, results are judged by
+    their signal-to-noise ratio against float64 alone. Nothing changes in ``target`` and the tensors: no parameter,
+    ``.grad``, buffer or training flag, and no random generator. Code of the module that casts to float32 (norms, rotary
+    embeddings) does so in the float64 run, too.
 
     Args:
         target: a module that `replace` has fused, in whole or in part, a module of this library, or a function of
             ``functional``. The module is copied three times, one after the other, once in float64.
-        inputs: of the call; tensors may lie in lists, tuples and dicts.
-        options: keyword arguments of the call.
+        inputs: the positional arguments of the call; tensors may be in lists, tuples and dicts.
+        options: the keyword arguments of the call.
 
     Returns:
-        The verdicts, which print as a table; ``.ok`` says whether all are right. The table says where torch alone ran,
-        which proves nothing of the kernels. All are red where torch and float64 compute different things, as with masks
-        that each draws for itself: then nothing could be judged.
+        The verdicts, which print as a table; ``.ok`` says whether all are right. The table says if only torch's
+        operations ran, which proves nothing about kernels. All verdicts are red if torch and float64 compute different
+        things, for example because each draws its own random mask: then nothing could be judged.
 
     Raises:
         TypeError: ``target`` is none of these, is distributed over processes, cannot be copied, or returns no
             floating-point tensor.
-        ValueError: the call draws random numbers (dropout in training), so that no two runs compute the same, or a
-            tensor is on the meta device.
+        ValueError: the call draws random numbers (dropout in training), so no two runs compute the same, or a tensor
+            is on the meta device.
     """
     if isinstance(target, nn.Module):
         name, signature = type(target).__name__, inspect.signature(target.forward)
@@ -133,7 +141,7 @@ def verify(target: nn.Module | Callable[..., Any], /, *inputs: Any, **options: A
                 restore(twin)
                 for layer in twin.modules():
                     if isinstance(layer, FusedFFN):
-                        layer.recompute = "auto"  # in one piece, not in chunks
+                        layer.recompute = "auto"  # the whole hidden at once, not in chunks
             if double:
                 run_eagerly(twin.double())
             return twin, twin
@@ -181,10 +189,11 @@ def verify(target: nn.Module | Callable[..., Any], /, *inputs: Any, **options: A
             verdicts = [red(key, reason) for key, tensor in theirs.items() if tensor is not None]
         else:
             found = compare_all(ours, theirs, truth, computed_in=dtype)
-            if _in_8_bits(paths):
+            in_8_bits = _in_8_bits(paths)
+            if in_8_bits:
                 found = {key: _by_noise(verdict, ours[key], truth[key]) for key, verdict in found.items()}
             judged = {key: _judged(verdict, theirs[key], truth[key], dtype) for key, verdict in found.items()}
-            doubtful = [key for key, verdict in judged.items() if _perhaps_unlucky(verdict) and not _in_8_bits(paths)]
+            doubtful = [key for key, verdict in judged.items() if not in_8_bits and _perhaps_unlucky(verdict)]
             first, again = ({key: Evidence(key, dtype) for key in doubtful} for _ in range(2))
             for draw in range(1 + _AGAIN if doubtful else 0):
                 if draw:
@@ -200,9 +209,9 @@ def verify(target: nn.Module | Callable[..., Any], /, *inputs: Any, **options: A
 def _why_apart(
     theirs: Mapping[str, Tensor | None], truth: Mapping[str, Tensor | None], dtype: torch.dtype | None
 ) -> str | None:
-    """Why torch's results are no yardstick: they differ from those in float64 by far more than rounding; or None.
+    """The reason if torch's results differ from float64 by far more than rounding, so that they are no yardstick.
 
-    Gradients are not checked: one that cancels to zero, as that of an attention's key bias, is rounding alone.
+    Gradients are not checked: one that cancels to zero, such as that of an attention's key bias, is rounding alone.
     """
     for name, result in theirs.items():
         exact = truth[name]
@@ -214,7 +223,7 @@ def _why_apart(
         if apart > 4 * math.sqrt(torch.finfo(dtype or result.dtype).eps / 2):
             return (
                 f"{name} differs between torch and float64 by {apart:.2g} of its size, far beyond rounding: they do "
-                "not compute the same (random numbers of their own?), so torch's error is no yardstick"
+                "not compute the same (does each draw its own random numbers?), so torch's error is no yardstick"
             )
     return None
 
@@ -224,19 +233,19 @@ def _in_8_bits(paths: Mapping[str, int]) -> bool:
 
 
 def _by_noise(verdict: Closeness, ours: Tensor | None, truth: Tensor | None) -> Closeness:
-    """The verdict on a result of products in 8 bits."""
+    """The verdict on a result that was computed in 8 bits."""
     if ours is None or truth is None or ours.shape != truth.shape:
         return verdict
     return judged_by_noise(verdict, ours, truth, OF_WEIGHT_GRADIENT if verdict.name.startswith("d ") else OF_LAYER)
 
 
 def _perhaps_unlucky(verdict: Closeness) -> bool:
-    """Whether torch's error in one tile of a gradient may have been small by chance: other upstream gradients tell."""
+    """Whether a gradient may have failed because torch's error in one tile was small by chance."""
     return not verdict.ok and verdict.name.startswith("d ") and math.isfinite(verdict.worst_fraction)
 
 
 def _judged(verdict: Closeness, theirs: Tensor | None, truth: Tensor | None, dtype: torch.dtype | None) -> Closeness:
-    """The verdict; "not judged" if the tensor has so few elements that numbers 1.1 times the right ones would pass."""
+    """The verdict; "not judged" if the tensor has so few elements that even 1.1 times the right numbers would pass."""
     if not verdict.ok or theirs is None or truth is None or not 0 < theirs.numel() < TILE * TILE or not truth.any():
         return verdict
     wrong = (truth * _WRONG).to(theirs.dtype)
@@ -248,9 +257,10 @@ def _judged(verdict: Closeness, theirs: Tensor | None, truth: Tensor | None, dty
 
 
 def _beside_others(verdicts: Mapping[str, Closeness], truth: Mapping[str, Tensor | None]) -> dict[str, Closeness]:
-    """The verdicts; those of empty and zero tensors are not judged where no other one was.
+    """The verdicts; empty and zero tensors are not judged unless another tensor was.
 
-    Beside others, zeros show that nothing was added to them; alone, a call that computes nothing would pass, too.
+    Zeros beside other results show that nothing was added to them. Zeros alone would also pass for a call that computes
+    nothing.
     """
     numbers = {key: each is not None and bool(each.any()) for key, each in truth.items()}
     if any(verdict.judged and (numbers[key] or not verdict.ok) for key, verdict in verdicts.items()):
@@ -264,20 +274,13 @@ def _beside_others(verdicts: Mapping[str, Closeness], truth: Mapping[str, Tensor
     return found
 
 
-_FEW = 16
-# The factor that a verdict must tell from the right numbers: as large as a forgotten scale of dropout.
-_WRONG = 1.1
-# How many further upstream gradients judge, together, a gradient that fails with the first one.
-_AGAIN = 7
-
-
 class _Call:
-    """One call, to be made several times with copies of its tensors."""
+    """One call, which can be made several times with copies of its tensors."""
 
     def __init__(self, signature: inspect.Signature, inputs: tuple[Any, ...], options: dict[str, Any]) -> None:
         _, self.structure = tree_flatten((inputs, options))
         parameters = [parameter.name for parameter in signature.parameters.values() if parameter.kind in _POSITIONAL]
-        unnamed = [f"inputs[{place}]" for place in range(len(parameters), len(inputs))]
+        unnamed = [f"inputs[{index}]" for index in range(len(parameters), len(inputs))]
         given = [*zip([*parameters, *unnamed], inputs, strict=False), *options.items()]
         self.leaves: list[Any] = []
         self.names: list[str] = []
@@ -295,7 +298,7 @@ class _Call:
     def run(
         self, call: Callable[..., Any], module: nn.Module | None, double: bool, draw: int = 0
     ) -> dict[str, Tensor | None]:
-        """Every floating-point result, and every gradient that is wanted, by name, for one upstream gradient."""
+        """Every floating-point result and every requested gradient, by name; ``draw`` selects the upstream gradient."""
         copies = [self._copied(leaf, want, double) for leaf, want in zip(self.leaves, self.wanted, strict=True)]
         inputs, options = tree_unflatten(copies, self.structure)
         results = {
@@ -326,11 +329,8 @@ class _Call:
         return (twin.double() if double and twin.is_floating_point() else twin).requires_grad_(want)
 
 
-_POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-
-
 def _upstream(result: Tensor, seed: int) -> Tensor:
-    """N(0, 1), rounded to bfloat16, so that the numbers are the same in every dtype of the result."""
+    """Numbers from N(0, 1), rounded to bfloat16, so that they are the same in every dtype of the result."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(result.shape, generator=generator).to(torch.bfloat16).to(result.device, result.dtype)
 
@@ -343,7 +343,7 @@ def _copied(module: nn.Module) -> nn.Module:
 
 
 def _reference(operation: Operation, signature: inspect.Signature, *inputs: Any, **options: Any) -> Any:
-    """What the operation's oracle makes of a call of its public function."""
+    """The result of the operation's reference for a call of its public function."""
     given = signature.bind(*inputs, **options)
     given.apply_defaults()
     return operation.reference(**given.arguments)
@@ -354,7 +354,7 @@ def _random_states(devices: list[int]) -> list[Tensor]:
 
 
 def _coarsest(tensors: list[Tensor]) -> torch.dtype | None:
-    """The coarsest dtype that the computation rounds to, autocast's too; None stands for that of the results."""
+    """The coarsest dtype that the computation rounds to, including autocast's; None without floating-point tensors."""
     found = {tensor.dtype for tensor in tensors if tensor.is_floating_point()}
     kinds = {tensor.device.type for tensor in tensors}
     found |= {torch.get_autocast_dtype(kind) for kind in kinds if torch.is_autocast_enabled(kind)}

@@ -1,4 +1,4 @@
-"""The one rule for "these numbers are right", used by the tests, and by the benchmark before it times anything.
+"""The one rule for "these numbers are right", used by the tests, by `verify`, and by the benchmark before it times.
 
 Three tensors are compared: ours, torch's result in the same dtype, and a float64 reference. torch's error is the
 yardstick:
@@ -7,10 +7,11 @@ yardstick:
     rms(ours - reference) <= 1.5 * rms(torch - reference) + 1e-6 * rms(reference)
 
 for the whole tensor, and again for every 64 x 64 tile of its last two dimensions, so that one bad tile among thousands
-fails, also where its values are small beside the rest. NaN, +Inf and -Inf must sit exactly where torch has them.
+fails even if its values are small beside the rest. NaN, +Inf and -Inf must be exactly where torch has them.
 
 torch's error is a sample of a rounding process, and a sample can be lucky: a 1 x 1 tail tile where torch happens to be
-exact says nothing about how exact a right kernel must be. Two corrections, both small or absent for large tensors:
+exact says nothing about how exact a right kernel must be. Two corrections, small or absent for large tensors, account
+for this:
 
 * *One rounding is always allowed.* torch's largest error counts as at least ``u * max|reference|`` and its RMS error as
   at least ``u / sqrt(3) * rms(reference)``, with ``u`` the unit roundoff of the dtype (half of its ``finfo.eps``): the
@@ -20,14 +21,14 @@ exact says nothing about how exact a right kernel must be. Two corrections, both
   with a chance of about ``g ** -2``. Of ``n`` elements about ``n / 4`` are independent, because neighbours share the
   rounding of an inner result, so the chance is ``g ** -max(2, n / 2)`` for all of them. Fewer elements than 64 * 64
   multiply both limits by the ``g`` at which that chance, over all tiles together, is one in a million: 1.07 for 400
-  elements, 1.5 for 64, 5.6 for 16, 1000 for 4 and fewer. A small tail tile is thus judged loosely alone and strictly as
+  elements, 1.5 for 64, 5.6 for 16, 1000 for 4 and fewer. So a small tail tile is judged loosely alone, and strictly as
   part of the whole.
 
-Where single errors decide a tile, as in the gradient of a model's embedding, whose rows are those of a few tokens each,
-several *draws* can be judged together: results of the same computation for other random inputs, whose errors in one
-place count as those of one larger tile. And where there are so many tiles that one of 100,000 is over its limit by
-chance, further draws can be judged *again*: a fault stays in its place, chance does not. A tile then fails if it is
-over its limit both times, or once by more than twice.
+Single errors can decide a tile, for example in the gradient of a model's embedding, where each row comes from a few
+tokens. Then several *draws* can be judged together: results of the same computation for other random inputs, whose
+errors at the same position count as those of one larger tile. If there are so many tiles that one of 100,000 is over
+its limit by chance, further draws can be judged *again*: a fault stays at its position, chance does not. A tile then
+fails if it is over its limit both times, or once over twice its limit.
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ class Closeness:
     factor for few elements). ``worst_fraction`` is the largest share of a limit that the whole or a tile used: at most
     1.0 passes. ``worst_tile`` is the index of the tile that used most of its limit: leading dimensions, then tile row
     and tile column (the column alone for one dimension); empty for a scalar, an empty tensor, or another kind of fault.
-    ``judged`` is False where the elements are too few to tell a right result from zeros; ``ok`` then says nothing.
+    ``judged`` is False if the elements are too few to tell a right result from a wrong one; ``ok`` then says nothing.
     """
 
     name: str
@@ -100,19 +101,20 @@ def compare(
     """Judge ``actual`` by the rule of this module. Runs on the device of ``actual``; deterministic.
 
     Args:
-        actual: ours, any shape, a floating-point dtype.
+        actual: our result, any shape, a floating-point dtype.
         torch_result: torch's result for the same inputs, same shape and dtype as ``actual``.
-        reference: the same computed in float64.
-        name: used in the message.
-        computed_in: the coarsest dtype that the computation rounds to, where that is not the dtype of ``actual``
-            (a float32 gradient of a product that autocast ran in bfloat16). Default: the dtype of ``actual``.
-        independent: how many inner results the tensor is made of, where they are fewer than its elements: ``M * N`` for
-            an FFN. One token through one hidden unit is one sample of torch's error, whatever the number of columns.
+        reference: the same result, computed in float64.
+        name: the name of the result in messages.
+        computed_in: the coarsest dtype that the computation rounds to, if that is not the dtype of ``actual`` (a
+            float32 gradient of a product that autocast ran in bfloat16). Default: the dtype of ``actual``.
+        independent: the number of inner results that the tensor is made of, if that is less than its elements: ``M *
+            N`` for an FFN. One token through one hidden unit is one sample of torch's error, whatever the number of
+            columns.
 
     Raises:
         TypeError: ``reference`` is not float64, or ``actual`` is not a floating-point tensor.
         ValueError: ``reference`` has another shape than ``torch_result``, or is not finite where torch is. Another
-            shape or dtype of ``actual`` is a red verdict, no error.
+            shape or dtype of ``actual`` gives a red verdict, not an error.
     """
     evidence = Evidence(name, computed_in)
     evidence.add(actual, torch_result, reference)
@@ -120,7 +122,7 @@ def compare(
 
 
 class Evidence:
-    """Collects draws of one result: :func:`compare` for several draws, only one of which is in memory at a time.
+    """Collects draws of one result: :func:`compare` for several draws, with one draw in memory at a time.
 
     Args:
         name, computed_in: as for :func:`compare`.
@@ -134,7 +136,7 @@ class Evidence:
         self._tiles: Populations | None = None
 
     def add(self, actual: Tensor, torch_result: Tensor, reference: Tensor) -> None:
-        """One draw: ours, torch's result and the float64 reference; raises as :func:`compare` does."""
+        """Adds one draw: ours, torch's result and the float64 reference; raises as :func:`compare` does."""
         _check(actual, torch_result, reference, self.name)
         self.draws += 1
         self._shape, self._dtype = actual.shape, actual.dtype
@@ -167,7 +169,7 @@ class Evidence:
         self._tiles = tiles if self._tiles is None else self._tiles.beside(tiles)
 
     def verdict(self, independent: int | None = None, again: Evidence | None = None) -> Closeness:
-        """The verdict on all draws together; ``independent`` is that of one draw; ``again``: further draws."""
+        """The verdict on all draws together; ``independent`` is for one draw, ``again`` holds further draws."""
         name = self.name
         if self._fault is not None:
             return self._fault
@@ -213,7 +215,7 @@ class Evidence:
         return torch.finfo(self.computed_in or self._dtype)
 
 
-# Beyond this multiple of a limit even one draw is a fault, not chance.
+# Above this multiple of a limit a single draw shows a fault, not chance.
 _NO_CHANCE = 2.0
 
 
@@ -244,7 +246,7 @@ def assert_close(
     computed_in: torch.dtype | None = None,
     independent: int | None = None,
 ) -> Closeness:
-    """:func:`compare`, raising ``AssertionError`` with its message on a red verdict."""
+    """:func:`compare` that raises ``AssertionError``, with the verdict's message, if the verdict is red."""
     verdict = compare(actual, torch_result, reference, name=name, computed_in=computed_in, independent=independent)
     if not verdict.ok:
         raise AssertionError(verdict.message)
@@ -262,10 +264,11 @@ def compare_all(
     computed_in: torch.dtype | None = None,
     independent: int | None = None,
 ) -> dict[str, Closeness]:
-    """:func:`compare` for every entry (``y``, ``dx``, ``dw_up`` ...); ``None`` is the gradient of a frozen input.
+    """:func:`compare` for every entry (``y``, ``dx``, ``dw_up`` ...); the gradient of a frozen input is ``None``.
 
     Raises:
-        ValueError: the mappings have different keys, or ``torch_results`` and ``references`` disagree about a ``None``.
+        ValueError: the mappings have different keys, or an entry is ``None`` in only one of ``torch_results`` and
+            ``references``.
     """
     return compare_draws([(actual, torch_results, references)], computed_in=computed_in, independent=independent)
 
@@ -277,9 +280,9 @@ def compare_draws(
     computed_in: torch.dtype | None = None,
     independent: int | None = None,
 ) -> dict[str, Closeness]:
-    """:func:`compare_all` of several draws together, and of further ones ``again``; one draw is in memory at a time.
+    """:func:`compare_all` for several draws together, and for further draws ``again``, one in memory at a time.
 
-    ``independent`` is that of one draw; raises as :func:`compare_all` does.
+    ``independent`` is for one draw. Raises as :func:`compare_all` does.
     """
     evidence, reds = _evidence(draws, computed_in)
     further, more_reds = _evidence(again, computed_in)
@@ -289,7 +292,7 @@ def compare_draws(
 def _evidence(
     draws: Iterable[tuple[Results, Results, Results]], computed_in: torch.dtype | None
 ) -> tuple[dict[str, Evidence], dict[str, Closeness]]:
-    """The evidence of all draws on each result, and red verdicts where only one side has a gradient."""
+    """The evidence of all draws for each result, and a red verdict for each gradient that only one side has."""
     evidence: dict[str, Evidence] = {}
     reds: dict[str, Closeness] = {}
     for actual, torch_results, references in draws:
@@ -318,7 +321,7 @@ def assert_all_close(
     computed_in: torch.dtype | None = None,
     independent: int | None = None,
 ) -> dict[str, Closeness]:
-    """:func:`compare_all`, raising one ``AssertionError`` that holds the message of every red verdict."""
+    """:func:`compare_all` that raises one ``AssertionError`` with the message of every red verdict, if there is any."""
     verdicts = compare_all(actual, torch_results, references, computed_in=computed_in, independent=independent)
     red = [verdict.message for verdict in verdicts.values() if not verdict.ok]
     if red:
@@ -335,6 +338,6 @@ def _index(position: int, shape: Sequence[int]) -> tuple[int, ...]:
     """The index of the ``position``-th element in this shape."""
     index: list[int] = []
     for size in reversed(shape):
-        position, place = divmod(position, size)
-        index.insert(0, place)
+        position, within = divmod(position, size)
+        index.insert(0, within)
     return tuple(index)

@@ -1,7 +1,7 @@
-"""The rule for results of products in 8 bits: the ratio of signal to noise, and no factor.
+"""The rule for results of products in 8 bits: a least signal-to-noise ratio, and no common factor.
 
-The quantisation of e4m3 leaves about 30 dB in a product, and less where a layer quantises its hidden, too: more than a
-hundred times the error of a product in 16 bits, so torch's error is no yardstick.
+Quantising to e4m3 leaves a product about 30 dB above its noise, and less if a layer quantises its hidden, too. That is
+more than a hundred times the error of a product in 16 bits, so torch's error is no yardstick.
 """
 
 import math
@@ -11,16 +11,16 @@ from torch import Tensor
 
 from . import TILE, Closeness
 
-# The least SQNR, in dB, of a product, of a layer's result, and of a weight gradient, as torchao and TransformerEngine
-# test theirs.
+# The least signal-to-quantisation-noise ratio (SQNR), in dB, of a product, of a layer's result, and of a weight
+# gradient, as in the tests of torchao and TransformerEngine.
 OF_PRODUCT, OF_LAYER, OF_WEIGHT_GRADIENT = 25.0, 18.0, 17.0
-# How far a result may be from the right one as a whole. Rounding to nearest has no such factor, and what is left by
-# chance in a tile of elements is a fifth of it; a scale that was forgotten passes by far.
+# The most by which the factor between a result and the right one may differ from 1. Rounding to nearest has no such
+# factor; in a tile of elements chance leaves a fifth of this limit, and a forgotten scale exceeds it by far.
 _FACTOR = 0.03
 
 
 def sqnr(found: Tensor, truth: Tensor) -> float:
-    """The energy of ``truth`` over that of the error, in dB; infinite where nothing differs, NaN where either is."""
+    """The energy of ``truth`` over the energy of the error, in dB; infinite without an error, NaN if either has NaN."""
     found, truth = found.detach().double(), truth.detach().double()
     error, signal = float((found - truth).square().sum()), float(truth.square().sum())
     if error == 0:
@@ -29,7 +29,7 @@ def sqnr(found: Tensor, truth: Tensor) -> float:
 
 
 def judged_by_noise(verdict: Closeness, found: Tensor, truth: Tensor, least: float) -> Closeness:
-    """The ``verdict`` by another rule: an SQNR of ``least`` dB or more and, if there are enough elements, no factor."""
+    """The ``verdict`` by another rule: an SQNR of at least ``least`` dB and, with enough elements, no common factor."""
     noise = sqnr(found, truth)
     signal = float(truth.double().square().sum())
     factor = float((found.double() * truth).sum()) / signal if signal and found.numel() >= TILE * TILE else 1.0

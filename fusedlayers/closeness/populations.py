@@ -1,4 +1,4 @@
-"""The error statistics of the rule: of tiles, of the whole tensor, and of several draws."""
+"""The statistics that the rule judges: errors in tiles, in the whole tensor, and over several draws."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Populations:
         return self._as_one(lambda statistic: statistic.reshape(-1, 1))
 
     def beside(self, other: Populations) -> Populations:
-        """Two draws as one: every group is merged with the other draw's group at the same index."""
+        """Two draws as one: each group is merged with the other draw's group at the same index."""
         both = {each.name: torch.stack([getattr(self, each.name), getattr(other, each.name)]) for each in fields(self)}
         return Populations(**both)._as_one(lambda statistic: statistic)
 
@@ -61,14 +61,14 @@ def _steps(shape: torch.Size, rows_per_step: int) -> list[tuple[slice, slice]]:
 def special_value_difference(
     actual: Tensor, torch_result: Tensor, reference: Tensor
 ) -> tuple[tuple[int, int, int], int] | None:
-    """First index and number of the elements where only one of ours and torch's is NaN, +Inf or -Inf."""
+    """(first index, count) of elements where only one of ours and torch's is NaN, +Inf or -Inf; None without any."""
     first: tuple[int, int, int] | None = None
     count = 0
     for matrices, rows in _steps(actual.shape, TILE):
         ours, theirs = actual[matrices, rows], torch_result[matrices, rows].to(actual.device)
         truth = reference[matrices, rows].to(actual.device)
         if bool((theirs.isfinite() & ~truth.isfinite()).any()):
-            raise ValueError("reference: not finite where torch's result is, so it cannot judge anything there")
+            raise ValueError("reference: not finite where torch's result is, so it is no reference there")
         different = (ours.isnan() != theirs.isnan()) | (
             (ours.isinf() | theirs.isinf()) & (ours != theirs) & ~ours.isnan()
         )
@@ -83,7 +83,7 @@ def special_value_difference(
 def tile_statistics(actual: Tensor, torch_result: Tensor, reference: Tensor) -> Populations:
     """Statistics ``[batch, tile rows, tile columns]`` of ``[batch, rows, columns]`` tensors, in one pass over them."""
     batch, rows, columns = actual.shape
-    # A matrix narrower than a tile is one tile of its own width: nothing is padded up to 64.
+    # A matrix narrower than a tile is one tile of its own width, without padding to 64.
     tile_rows, tile_columns = min(TILE, rows), min(TILE, columns)
     parts: list[tuple[Tensor, ...]] = []
     for matrices, row_range in _steps(actual.shape, tile_rows):
@@ -99,7 +99,7 @@ def tile_statistics(actual: Tensor, torch_result: Tensor, reference: Tensor) -> 
             statistics.append(_tile_sum(magnitude.square(), tile_rows, tile_columns))
         parts.append(tuple(statistics))
     shape = (batch, math.ceil(rows / tile_rows), math.ceil(columns / tile_columns))
-    # Steps run over matrices first and rows second, so the concatenation is in tile order either way.
+    # Steps go over matrices first and rows second, so the concatenation is always in tile order.
     return Populations(
         *(torch.cat([x.flatten() for x in column]).reshape(shape) for column in zip(*parts, strict=True))
     )
@@ -117,13 +117,13 @@ def _tile_sum(matrices: Tensor, tile_rows: int, tile_columns: int) -> Tensor:
 
 
 def error_ratios(groups: Populations, unit: torch.finfo) -> tuple[Tensor, Tensor]:
-    """Our error over torch's per group, (largest, RMS), with the absolute floor and one rounding allowed."""
+    """Our error over torch's for each group, (largest, RMS), after allowing the absolute floor and one rounding."""
     count = groups.count.clamp(min=1)
     our_rms, torch_rms, reference_rms = (
         (squares / count).sqrt() for squares in (groups.our_squares, groups.torch_squares, groups.reference_squares)
     )
     roundoff = unit.eps / 2
-    # Below the smallest normal number the spacing stays constant, so the error of one rounding does too.
+    # Below the smallest normal number the spacing is constant, and so is the error of one rounding.
     largest = torch.where(groups.reference_max > 0, groups.reference_max.clamp(min=unit.tiny), groups.reference_max)
     typical = torch.where(reference_rms > 0, reference_rms.clamp(min=unit.tiny), reference_rms)
     rms_roundoff = torch.where(groups.count < TILE * TILE, roundoff, roundoff / math.sqrt(3))
@@ -134,19 +134,19 @@ def error_ratios(groups: Populations, unit: torch.finfo) -> tuple[Tensor, Tensor
 
 
 def fractions_of_limits(groups: Populations, unit: torch.finfo, independent: int | None) -> Tensor:
-    """The larger share that each group uses of its two limits."""
+    """For each group the share of its limit that it uses, the larger one of its two limits."""
     max_ratio, rms_ratio = error_ratios(groups, unit)
     share = torch.maximum(max_ratio / MAX_ERROR_LIMIT, rms_ratio / RMS_LIMIT)
     return share / _sample_size_factor(groups.count, independent)
 
 
 def _ratio(error: Tensor, yardstick: Tensor) -> Tensor:
-    """``error / yardstick``; no error is 0 and any error beyond an exact yardstick of 0 is infinite."""
+    """``error / yardstick``; 0 without an error, and infinite for any error if the yardstick is 0."""
     return torch.where(error <= 0, 0.0, error / yardstick)
 
 
 def _sample_size_factor(count: Tensor, independent: int | None) -> Tensor:
-    """The factor ``g`` of the module's docstring; 1 from one full tile on."""
+    """The factor ``g`` of the package's docstring; 1 from one full tile on."""
     samples = count.clamp(min=1, max=independent)
     log_chance = math.log(FALSE_ALARM / count.numel())
     factor = torch.exp(-log_chance / (samples / 2).clamp(min=2))

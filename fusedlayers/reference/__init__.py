@@ -1,4 +1,4 @@
-"""Each operation in a few lines of torch: the specification, the oracle in float64, the CPU path, and the baseline."""
+"""Each operation in a few lines of torch: its specification, float64 oracle, CPU path, and baseline for benchmarks."""
 
 from .experts import clamped_hidden, moe_ffn, split_gate_and_up
 from .layers import (

@@ -1,7 +1,7 @@
-"""The model of products in 8 bits: quantise the rows of both operands, and multiply what their values stand for.
+"""The reference of products in 8 bits: quantise the rows of both operands, and multiply the dequantised values.
 
-A GPU sums such products with about 14 bits of the largest sum on the way; the model sums in float32, or in float64
-where operands are.
+A GPU accumulates such products with about 14 bits of the largest partial sum; the reference sums in float32, or in
+float64 if the operands are float64.
 """
 
 import torch
@@ -12,46 +12,47 @@ from .layers import dropped, hidden
 
 E4M3 = torch.float8_e4m3fn
 LARGEST = 448.0
-# Smaller maxima count as this: the inverse of a scale is still finite.
+# Smaller maxima count as this one, so that the inverse of a scale is finite.
 SMALLEST = 2.0**-100
 
-# e4m3 values ``[rows, columns]`` and the float32 scale of each row, or of all.
+# e4m3 values ``[rows, columns]``, and the float32 scale of each row or one scale for all rows.
 Quantised = tuple[Tensor, Tensor]
 
 
 def quantised_rows(x: Tensor) -> Quantised:
-    """x ``[M, K]`` as e4m3 values and the scale of each row: the least power of two from its maximum / 448 on.
+    """x ``[M, K]`` as e4m3 values and the scale of each row: the smallest power of two that is >= max(abs(row)) / 448.
 
-    The maximum is that of absolute values. A row that holds NaN or an infinity has that scale.
+    The scale of a row with NaN or an infinity is NaN or infinity.
     """
     x = x.float()
     largest = x.abs().amax(1)
-    # Two tensors are divided exactly; on a GPU torch multiplies by the inverse of a number.
+    # Divide by a tensor, which is exact: by a Python number torch on a GPU multiplies with the rounded inverse.
     ratio = torch.where(largest < SMALLEST, SMALLEST, largest)
     ratio = ratio / torch.full_like(ratio, LARGEST)
     mantissa, exponent = torch.frexp(ratio)
     power = torch.ldexp(torch.ones_like(ratio), exponent - (mantissa == 0.5).int())
     scale = torch.where(ratio.isfinite(), power, ratio)
-    # clamp keeps NaN.
+    # NaN passes through clamp.
     return (x / scale[:, None]).clamp(-LARGEST, LARGEST).to(E4M3), scale
 
 
 def transposed_pair(left: Quantised, right: Tensor, right_scale: Tensor) -> tuple[Quantised, Quantised]:
     """Both operands of ``leftᵀ right``, transposed: left ``[M, N]`` -> ``[N, M]``, right ``[M, K]`` -> ``[K, M]``.
 
-    ``right_scale`` are the scales ``[M]`` of its rows. The products of both scales, relative to the largest one, are
-    factors of left's values; the largest is its scale then, and that of right is 1.
+    ``right_scale`` ``[M]`` holds the scales of right's rows. The product of both scales of a row, relative to the
+    largest such product, is multiplied into left's values. The largest product then is left's scale, and right's is 1.
     """
     values, scale = left
     largest = (scale.double() * right_scale.double()).amax()
     factors = (scale.double() * right_scale.double() / largest).float()
-    moved = (values.float() * factors[:, None]).to(E4M3)
-    found = (right.float() / right_scale[:, None]).clamp(-LARGEST, LARGEST).to(E4M3)
-    return (moved.T.contiguous(), largest.float()), (found.T.contiguous(), torch.ones_like(scale[:1])[0])
+    scaled_left = (values.float() * factors[:, None]).to(E4M3)
+    scaled_right = (right.float() / right_scale[:, None]).clamp(-LARGEST, LARGEST).to(E4M3)
+    one = torch.ones_like(scale[:1])[0]
+    return (scaled_left.T.contiguous(), largest.float()), (scaled_right.T.contiguous(), one)
 
 
 def dequantised(operand: Quantised) -> Tensor:
-    """What the values stand for, in float32."""
+    """The values times their scales, in float32."""
     values, scale = operand
     return values.float() * (scale[:, None] if scale.dim() else scale)
 

@@ -36,7 +36,7 @@ def hidden_gradient(
     activation: str | None,
     bias: bool = True,
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
-    """``(dy W_down) ⊙ act'(z)``, with a gate the gradients of ``act(z_gate) ⊙ z``; with ``bias`` their sums, too.
+    """``(dy W_down) ⊙ act'(z)``, or with a gate the gradients of ``act(z_gate) ⊙ z``; with ``bias`` also their sums.
 
     dy ``[*B, M, O]``, w_down ``[O, N]``, z and z_gate ``[*B, M, N]`` -> dz, dz_gate like z, db_up, db_gate ``[N]``.
     """
@@ -50,21 +50,21 @@ def hidden_gradient(
 def _summed(
     dz: Tensor, dz_gate: Tensor | None, bias: bool
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
-    """Both, and with ``bias`` their sums over all rows."""
+    """(dz, dz_gate, db_up, db_gate): with ``bias`` the last two are the sums over all rows of the first two."""
     db_up, db_gate = (None if each is None or not bias else _matrix(each).sum(0) for each in (dz, dz_gate))
     return dz, dz_gate, db_up, db_gate
 
 
 def _matrix(tensor: Tensor) -> Tensor:
     """The rows of ``[*B, M, N]`` as a matrix."""
-    # A sparse matrix cannot be reshaped.
+    # Torch cannot reshape a sparse matrix.
     return tensor if tensor.dim() == 2 else tensor.reshape(math.prod(tensor.shape[:-1]), tensor.shape[-1])
 
 
 def weight_gradient(dy: Tensor, x: Tensor, *, bias: bool = True) -> tuple[Tensor, Tensor | None]:
     """``dyᵀ x`` and the sum of dy over its rows: dy ``[*B, M, O]``, x ``[*B, M, K]`` -> ``[O, K]``, ``[O]``; any dtype.
 
-    The gradients of a linear layer's weight and bias, ``y = x Wᵀ + b``; None for the second without ``bias``.
+    These are the gradients of weight and bias of a linear layer ``y = x Wᵀ + b``; the second is None without ``bias``.
     """
     dy, x = _matrix(dy), _matrix(x)
     return dy.T @ x, dy.sum(0) if bias else None
@@ -88,7 +88,7 @@ def ffn(
 
     With a gate the hidden is ``act(x W_gateᵀ + b_gate) ⊙ (x W_upᵀ + b_up)``. Shapes: x ``[*B, M, K]``, w_up and w_gate
     ``[N, K]``, w_down ``[O, N]``, residual and result ``[*B, M, O]``; any dtype. Dropout draws from torch's generator;
-    with ``seed`` it replays the kernels' mask instead.
+    with ``seed`` it applies the mask that kernels derive from it.
     """
     up = F.linear(x, w_up, b_up)
     gate = None if w_gate is None else F.linear(x, w_gate, b_gate)
@@ -124,9 +124,9 @@ def lora_ffn(
     """:func:`ffn` whose linear layers compute ``x Wᵀ + b + scale (dropout(x) Aᵀ) Bᵀ``: A ``[R, in]``, B ``[out, R]``.
 
     Each adapter has its own mask, or with ``shared_dropout`` gate and up projection share one. Masks come from torch's
-    generator, or with ``seed`` are the kernels'. ``drop`` replaces :func:`dropped`.
+    generator, or with ``seed`` from the kernels' generator. ``drop`` replaces :func:`dropped`.
     """
-    places, taken = adapter_places(shared_dropout), {}
+    offsets, inputs_after_dropout = adapter_places(shared_dropout), {}
 
     def adapted(
         name: str, x: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor | None, b: Tensor | None, scale: float
@@ -135,10 +135,10 @@ def lora_ffn(
         if a is None or b is None:
             return y
         if adapter_dropout_p:
-            place = places[name]
-            if place not in taken:
-                taken[place] = (drop or dropped)(x, adapter_dropout_p, seed, place)
-            x = taken[place]
+            offset = offsets[name]
+            if offset not in inputs_after_dropout:
+                inputs_after_dropout[offset] = (drop or dropped)(x, adapter_dropout_p, seed, offset)
+            x = inputs_after_dropout[offset]
         return torch.add(y, F.linear(F.linear(x, a), b), alpha=scale)
 
     up = adapted("up", x, w_up, b_up, up_a, up_b, up_scale)
@@ -146,10 +146,10 @@ def lora_ffn(
     return adapted("down", hidden(up, gate, activation=activation), w_down, b_down, down_a, down_b, down_scale)
 
 
-def dropped(values: Tensor, dropout_p: float, seed: Tensor | None, place: tuple[int, int] = (0, 0)) -> Tensor:
-    """``values`` ``[*B, M, N]`` after dropout; with ``seed`` by the kernels' mask from (row, column) ``place`` on."""
+def dropped(values: Tensor, dropout_p: float, seed: Tensor | None, start: tuple[int, int] = (0, 0)) -> Tensor:
+    """``values`` ``[*B, M, N]`` after dropout; with ``seed`` by the kernels' mask, from its (row, column) ``start``."""
     if dropout_p and seed is not None:
-        first_row, first_column = place
+        first_row, first_column = start
         rows, columns = math.prod(values.shape[:-1]), values.shape[-1]
         mask = keep_mask(seed, first_row, rows, columns, dropout_p, values.dtype, first_column)
         return values * mask.view(values.shape) * limit_and_scale(dropout_p)[1]

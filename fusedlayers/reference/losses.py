@@ -28,7 +28,8 @@ def linear_cross_entropy(
 ) -> Tensor:
     """:func:`cross_entropy` of ``input linear_weightᵀ + linear_bias`` and the target.
 
-    input ``[*B, K]``, linear_weight ``[V, *D, K]``, linear_bias ``[V, *D]``; the product is rounded to their dtype.
+    input ``[*B, K]``, linear_weight ``[V, *D, K]``, linear_bias ``[V, *D]``; the product is rounded to the operands'
+    dtype.
     """
     classes = linear_weight.shape[:-1]
     out_features = classes[1:]
@@ -59,13 +60,13 @@ def cross_entropy(
 ) -> Tensor:
     """torch's cross-entropy of :func:`logits`, and ``z_loss · logsumexp(logits)²`` for each token that counts.
 
-    product ``[*B, V]``, weight ``[V]``; target holds classes ``[*B]`` or probabilities ``[*B, V]``. With
+    product ``[*B, V]``, weight ``[V]``, in any dtype; target holds classes ``[*B]`` or probabilities ``[*B, V]``. With
     ``out_features`` D a token has a loss at each of ΠD positions: product ``[*B, V, *D]``, target ``[*B, *D]``
-    or ``[*B, V, *D]``. The result has at least 32 bits: a scalar, or ``[*B, *D]`` without a reduction; any dtype.
+    or ``[*B, V, *D]``. The result is a scalar, or ``[*B, *D]`` without a reduction, in at least 32 bits.
     """
     classes = not target.is_floating_point()
     if out_features:
-        # Each position becomes a row of its own.
+        # Make each position a row of its own.
         product = product.flatten(-len(out_features)).transpose(-1, -2)
         if not classes:
             target = target.flatten(-len(out_features)).transpose(-1, -2)
@@ -81,9 +82,9 @@ def cross_entropy(
         squares = z_loss * scores.logsumexp(-1).square()
         counted: Any = flat.shape[0]
         if classes:
-            taking = flat != ignored
-            squares = squares.masked_fill(~taking, 0)
-            counted = taking.sum() if weights is None else (weights[flat.where(taking, 0)] * taking).sum()
+            counts = flat != ignored
+            squares = squares.masked_fill(~counts, 0)
+            counted = counts.sum() if weights is None else (weights[flat.where(counts, 0)] * counts).sum()
         total = squares if reduction == "none" else squares.sum()
         loss = loss + (total / counted if reduction == "mean" else total)
     if reduction != "none":
@@ -103,10 +104,10 @@ def linear_log_probs(
     logit_scale: float = 1.0,
     return_entropy: bool = False,
 ) -> Any:
-    """The logarithm of each target's probability by :func:`logits`, and the entropy of each token's distribution.
+    """The log-probability of each target, and with ``return_entropy`` the entropy of each token's distribution.
 
-    input ``[*B, K]``, linear_weight ``[V, K]``, linear_bias ``[V]``, target ``[*B]`` -> ``[*B]``, at least 32 bits; any
-    dtype. Both are 0 where the target is ``ignore_index``.
+    input ``[*B, K]``, linear_weight ``[V, K]``, linear_bias ``[V]``, in any dtype, target ``[*B]`` -> ``[*B]`` in at
+    least 32 bits. Both are 0 where the target is ``ignore_index``.
     """
     logarithms = logits(F.linear(input, linear_weight, linear_bias), softcap, logit_scale).log_softmax(-1)
     target = target.to(torch.int64)
@@ -114,7 +115,7 @@ def linear_log_probs(
     chosen = logarithms.gather(-1, target.masked_fill(ignored, 0).unsqueeze(-1)).squeeze(-1).masked_fill(ignored, 0)
     if not return_entropy:
         return chosen
-    # A class of probability 0 adds 0, not 0 · -inf.
+    # A class of probability 0 must add 0, but 0 · -inf is NaN.
     terms = logarithms.exp() * logarithms.masked_fill(logarithms == -torch.inf, 0)
     return chosen, -terms.sum(-1).masked_fill(ignored, 0)
 

@@ -21,10 +21,10 @@ def maxsim(
     """``scores[q, e] = Σ_i max_j queries[q, i] · documents[e, j]`` -> ``[Q, D]``; any dtype.
 
     queries ``[Q, Lq, d]`` and documents ``[D, Ld, d]`` with masks ``[Q, Lq]`` and ``[D, Ld]``, True where a token takes
-    part; or packed ``[total, d]`` with the offsets ``cu_seqlens``. Similarities are rounded to the dtype of the
-    operands, and so are the scores, whose sums torch accumulates in at least float32. Masked tokens may hold anything.
-    A query token scores 0 where it is masked and -inf against a document without tokens, without a gradient in both
-    cases. The first of equal similarities gets the gradient.
+    part; or packed ``[total, d]`` with the offsets ``cu_seqlens``. Similarities and scores are rounded to the dtype of
+    the operands; torch accumulates the sums in at least float32. Masked tokens may hold any value. A masked query token
+    scores 0, and any query token scores -inf against a document without tokens; both have no gradient. The first of
+    equal similarities gets the gradient.
     """
     if cu_seqlens_queries is not None:
         queries, query_mask = _padded(queries, cu_seqlens_queries)
@@ -41,7 +41,7 @@ def maxsim(
     similarities = torch.einsum("qik,ejk->qeij", queries, documents)
     if document_mask is not None:
         similarities = similarities.masked_fill(~document_mask[:, None, :], -torch.inf)
-    # amax is faster than max, but divides the gradient among equal values.
+    # Without a gradient use amax: it is faster than max, but would divide the gradient among equal values.
     graph = torch.is_grad_enabled() and similarities.requires_grad
     best = similarities.max(-1).values if graph else similarities.amax(-1)
     if query_mask is not None:
@@ -50,9 +50,9 @@ def maxsim(
 
 
 def _padded(packed: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
-    """``[total, d]`` as ``[n, longest, d]``, zero-padded, and the mask of what is no padding."""
+    """``[total, d]`` as ``[n, longest, d]``, zero-padded, and the mask of the tokens that are not padding."""
     lengths = cu_seqlens.diff()
-    # A meta tensor has no values, and torch.jit's graph will get others: the total bounds every length.
+    # The total bounds every length, if lengths have no values (meta), or will differ in later calls (torch.jit).
     longest = packed.shape[0] if packed.is_meta or _jit_tracing() else int(lengths.max()) if lengths.numel() else 0
     mask = torch.arange(longest, device=packed.device) < lengths[:, None]
     return packed.new_zeros(*mask.shape, packed.shape[-1]).index_put((mask,), packed), mask
@@ -63,8 +63,8 @@ def _jit_tracing() -> bool:
 
 
 def batched_product(left: Tensor, right: Tensor) -> Tensor:
-    """``left @ right``; bmm where nothing broadcasts, as matmul's views cost the host more than a small product."""
-    # torch.jit would trace the comparison, and warn.
+    """``left @ right``; bmm if nothing broadcasts, because matmul's views cost the host more than a small product."""
+    # Under torch.jit compare no sizes, because it would trace the comparison and warn.
     alike = left.dim() == right.dim() == 3 and not _jit_tracing() and left.shape[0] == right.shape[0]
     return torch.bmm(left, right) if alike else left @ right
 
@@ -86,8 +86,8 @@ def gemm_reduce(
 ) -> Any:
     """``⊕ act(a @ b + bias)`` over ``dim``: a ``[*B, M, K]``, b ``[*B, K, N]`` -> ``[*B, N]`` or ``[*B, M]``.
 
-    Masked elements are filled with the identity of the operation.
-    ``without_index``: no gradient is wanted, which would go to one index; then amax and amin run, which are faster.
+    Masked elements are replaced by the identity of the operation.
+    ``without_index``: no gradient is required, so no index is needed, and the faster amax and amin run.
     ``wide_exponentials``: a logsumexp and its gradient are computed in at least float32.
     """
     c = batched_product(a, b)
@@ -105,7 +105,7 @@ def gemm_reduce(
     elif op in ("sum", "sumsq"):
         found = values.sum(dim)
     elif op == "mean":
-        # Divided before it is rounded: a sum may overflow where its mean does not.
+        # Divide before rounding: the sum may overflow where the mean does not.
         summed = values.sum(dim, dtype=torch.promote_types(c.dtype, torch.float32))
         found = (summed / count).to(c.dtype)
     elif op in ("argmax", "argmin"):
@@ -121,21 +121,21 @@ def gemm_reduce(
 
 
 def _taking_part(mask: Tensor | None, lengths: Tensor | None, rows: int, device: torch.device) -> Tensor:
-    """Which rows are reduced: boolean, ``[..., rows]``, broadcasts to ``[*B, rows]``."""
+    """The mask of the rows that are reduced: boolean, ``[..., rows]``, broadcasts to ``[*B, rows]``."""
     if lengths is None:
         assert mask is not None
-        # Expanded, so that a value for all rows is counted for each of them.
+        # Expand a mask of one value for all rows, so that counting it counts every row.
         return mask.expand(*mask.shape[:-1], rows)
     taking = torch.arange(rows, device=device) < signed_lengths(lengths).unsqueeze(-1)
     return taking if mask is None else taking & mask
 
 
 def signed_lengths(lengths: Tensor) -> Tensor:
-    """Lengths in a dtype that torch computes with: it can only copy uint16, uint32 and uint64."""
+    """Lengths in a dtype that torch can compute with; it can only copy uint16, uint32 and uint64."""
     if lengths.dtype not in (torch.uint16, torch.uint32, torch.uint64):
         return lengths
     wide = lengths.to(torch.int64)
-    # uint64 values from 2⁶³ on have become negative.
+    # uint64 values from 2⁶³ on became negative in the conversion.
     return wide.masked_fill(wide < 0, 2**63 - 1)
 
 
@@ -159,8 +159,8 @@ def gemm_sum(
     mean = op == "mean"
     total = rows.sum(-2, dtype=torch.promote_types(rows.dtype, torch.float32))
     some = count if isinstance(count, int) else count.clamp(min=1)
-    # A sum of float16 values may overflow where its product with b does not: divide it by about √rows first. A mean has
-    # the scale of its values.
+    # A sum of float16 values may overflow even if its product with b does not: divide it by about √rows first. A mean
+    # needs no scaling, because it is as large as its values.
     scale = 2.0 ** (rows.shape[-2].bit_length() // 2) if rows.dtype == torch.float16 and not mean else 1.0
     if mean or scale != 1:
         total = total / (some if mean else scale)
