@@ -29,7 +29,7 @@ RESUME_COMMAND = "RESUME_COMMAND"
 
 
 def in_one_line(main: Callable[[], None]) -> Callable[[], None]:
-    """The entry point that Hydra made, with Hydra's own errors in one line.
+    """Wraps the entry point that Hydra made, to print Hydra's own errors in one line.
 
     Hydra prints them over several lines, unless HYDRA_FULL_ERROR asks for the traceback; then this changes nothing.
     """
@@ -88,8 +88,8 @@ class Messages(logging.Handler):
 
 
 def checked_settings(config: DictConfig, schema: type[Settings]) -> Settings:
-    """The settings of a configuration whose keys Hydra has checked, with the environment checked, too; a mistake ends
-    the command in one line."""
+    """The checked settings of a configuration whose keys Hydra has checked; also checks the environment. A mistake ends
+    the command with one line."""
     try:
         settings = as_settings(config, schema)
         check_surroundings(settings.run)

@@ -1,8 +1,8 @@
 """Two runs side by side: ``python -m train_examples.comparison RUN_A RUN_B --output comparison.png``.
 
-Reads what the runs wrote (``summary.json``, ``metrics.jsonl``); draws loss, speed and peak memory; prints a table. Of
-runs on a CPU whose layers or losses differ it shows the loss curves and what is kept for the backward pass, because
-torch computes both, and then prints what a GPU showed.
+Reads the files of both runs (``summary.json``, ``metrics.jsonl``), draws loss, speed and peak memory, and prints a
+table. If the runs are on a CPU and differ in layers or losses, torch computes both; then only the loss curves and the
+memory kept for the backward pass are compared, and the results of a GPU are printed.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Hugging Face's ``Trainer``: ``python -m train_examples.recipes.hugging_face_trainer``.
 
-Its checkpoint is an ordinary one: same keys, same shapes, no trace of this library.
+The checkpoint is an ordinary one: the same keys and shapes, without any trace of this library.
 """
 
 from __future__ import annotations

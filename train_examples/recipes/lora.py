@@ -1,7 +1,7 @@
 """LoRA with peft: ``python -m train_examples.recipes.lora``.
 
-Adapters are on the attention and on the linears of the feed-forward blocks, which run fused with them; frozen weights
-have no gradient.
+Adapters are on the linear layers of the attention and of the feed-forward blocks; the blocks run fused with their
+adapters. Frozen weights have no gradient.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
-"""A script with a loop of its own, in the manner of nanoGPT: ``python -m train_examples.recipes.plain_script``.
+"""A script with its own loop, in the style of nanoGPT: ``python -m train_examples.recipes.plain_script``.
 
-The model (``GPT`` in ``text_model.py``) is written in torch and knows nothing of this library; the script adds one line
-for its blocks, and one for its loss.
+The model (``GPT`` in ``text_model.py``) is plain torch; the script adds one line for its blocks, and one for its loss.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Scores for pylate's losses: ``python -m train_examples.recipes.pylate_scores``, with pylate 1.6 or newer.
 
-``contrastive_scores`` and ``distillation_scores`` are what ``pylate.losses.Contrastive`` and ``Distillation`` take as
+``pylate.losses.Contrastive`` and ``Distillation`` take ``contrastive_scores`` and ``distillation_scores`` as their
 ``score_metric``. A masked token takes no part in a maximum, as with pylate's kernels; on a CPU pylate counts it as 0.
 """
 

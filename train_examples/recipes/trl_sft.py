@@ -1,6 +1,6 @@
 """TRL's ``SFTTrainer``: ``python -m train_examples.recipes.trl_sft``, with TRL 1.16 or newer.
 
-Blocks and norms run fused. TRL computes the loss, its entropy and its accuracy by a head of its own.
+Blocks and norms run fused. TRL computes the loss, its entropy and its accuracy with its own loss head.
 """
 
 from __future__ import annotations
