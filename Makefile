@@ -3,48 +3,49 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
-# Rebuilt when what is to be installed changes; otherwise a second call goes straight to work.
+# The environment is rebuilt when its requirements change; otherwise a second call skips the installation.
 INSTALLED := $(VENV)/.installed
 GPU := $(shell nvidia-smi -L >/dev/null 2>&1 && echo yes)
-# The size of the language model: one that a GPU trains in a minute, or one that two CPU cores do.
+# The size of the language model: narrow trains in a minute on a GPU, tiny on two CPU cores.
 MODEL ?= $(if $(GPU),narrow,tiny)
 MODELS := tiny narrow small experts
 TARGETS := help train test test-full test-kernel test-bits test-triton check docs site dist hooks clean
 # How many steps both runs take; without it, as many as the preset says.
 STEPS ?=
-# Where the two runs are written; what an earlier `make train` left there is overwritten, or goes on with RESUME=yes.
+# The folder of both runs; runs of an earlier `make train` there are overwritten, or continued with RESUME=yes.
 RUNS ?= runs
 RESUME ?=
 SETTINGS := model=$(MODEL) run.overwrite=true$(if $(RESUME), run.resume=auto)$(if $(STEPS), run.steps=$(STEPS))
-# The opening writes settings that suit the machine: on a CPU the number of threads, and that fused layers keep least.
+# train_examples.opening writes settings that suit the machine: on a CPU the number of threads, and recompute=true.
 TRAIN = $(BIN)/python -m train_examples.language_model $(SETTINGS) $$(cat $(RUNS)/settings.txt)
-# The words with which make was called, for what Ctrl-C has interrupted.
+# The arguments of this call of make, to name in the message after Ctrl-C.
 GIVEN = $(foreach name,MODEL STEPS RUNS VENV,$(if $(filter-out file,$(origin $(name))),$(name)=$($(name))))
 WORKERS ?= auto
 NAME ?= gemm_epilogue
-# The page of the repository, https://HOST/OWNER/NAME, to which the links of a release lead.
+# The page of the repository, https://HOST/OWNER/NAME, that the links of a release lead to.
 URL ?=
-# The oldest and the newest release that are supported; the tests run on the one of constraints.txt.
+# The oldest and the newest supported release; the tests run on the release in constraints.txt.
 TRITONS := 3.6.0 3.9.0
 TRITON_FOLDERS := $(TRITONS:%=build/triton-%)
-# NumPy multiplies for the interpreter: OpenBLAS's kernels for Haswell, which AMD's processors get, too, round a row by its
-# place in a tile; those for Sandybridge do not, as those for processors with AVX-512. Both run wherever there is AVX2.
+# The interpreter multiplies with NumPy's OpenBLAS. In its Haswell kernels, which AMD's processors also use, the rounding of a
+# row depends on its position in a tile; in its Sandybridge and AVX-512 kernels it does not. Both run on any CPU with AVX2.
 CORES ?= Haswell Sandybridge
-# Where Python may not write what it compiles, every process of the tests would compile torch and transformers anew.
+# Without its bytecode cache, Python would compile torch and transformers anew in every process of the tests.
 unexport PYTHONDONTWRITEBYTECODE
-# One thread per worker, or the workers' threads fight for the same cores.
+# One thread per worker, because more threads would compete for the same cores.
 PYTEST := OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(BIN)/pytest --numprocesses $(WORKERS) --maxprocesses 8 --dist worksteal
 PYTEST_ON_GPU := TRITON_INTERPRET=0 $(BIN)/pytest --numprocesses 8 --dist loadgroup
 
 .DEFAULT_GOAL := help
 .PHONY: $(TARGETS)
 
-# What is wrong is said before anything is installed. Make would call a file or folder of that name up to date.
+# Report wrong arguments before anything is installed. For an unknown target that is the name of a file or folder, make itself
+# would only say that it is up to date.
 UNKNOWN := $(filter-out $(TARGETS) $(INSTALLED) $(TRITON_FOLDERS),$(MAKECMDGOALS))
 ifneq ($(UNKNOWN),)
 $(error there is no target '$(firstword $(UNKNOWN))'; expected one of $(TARGETS))
 endif
-# A text without certain letters.
+# $(call without,LETTERS,TEXT) is TEXT without these letters.
 without = $(if $(1),$(call without,$(wordlist 2,$(words $(1)),$(1)),$(subst $(firstword $(1)),,$(2))),$(2))
 ifneq ($(filter train,$(MAKECMDGOALS)),)
 ifneq ($(words $(MODEL)) $(filter $(MODELS),$(MODEL)),1 $(strip $(MODEL)))
@@ -64,7 +65,7 @@ help: ## Show this text
 	@echo "  PYTHON=$(PYTHON)  the interpreter to build $(VENV) with, 3.10 or newer"
 	@echo "  MODEL=$(MODEL)  the preset that 'make train' trains: one of $(MODELS)"
 	@echo "  STEPS=200  how many steps 'make train' trains each model; without it, as many as the preset says"
-	@echo "  RESUME=yes  'make train' goes on with runs that were interrupted, and keeps those that are finished"
+	@echo "  RESUME=yes  'make train' continues interrupted runs, and keeps finished ones"
 	@echo "  WORKERS=$(WORKERS)  how many processes 'make test' uses"
 	@echo "  NAME=$(NAME)  what 'make test-kernel' tests: a file or folder of kernels/, or an operation"
 	@echo
@@ -77,7 +78,7 @@ train: $(INSTALLED) ## Train a small language model with torch.nn layers, then w
 	@$(BIN)/python -m train_examples.opening $(SETTINGS) run.directory=$(RUNS)
 	$(TRAIN) layers=torch run.directory=$(RUNS)/torch
 	$(TRAIN) layers=fused run.directory=$(RUNS)/fused
-	@# Ends by saying where the metrics, the plots, the checkpoints and the samples are.
+	@# At the end, the comparison prints where the metrics, the plots, the checkpoints and the samples are.
 	$(BIN)/python -m train_examples.comparison $(RUNS)/torch $(RUNS)/fused --output $(RUNS)/comparison.png
 
 test: $(INSTALLED) ## Run the tests: kernels through Triton's interpreter, and on the GPU where there is one
@@ -88,7 +89,7 @@ endif
 
 test-full: export FUSEDLAYERS_TEST_FULL=1
 test-full: export FUSEDLAYERS_COMPILE_ALL=1
-test-full: test ## All tests, none of them sampled, and every kernel compiled anew for every GPU that is claimed
+test-full: test ## Run all tests, without sampling, and compile every kernel anew for every supported GPU
 
 test-kernel: $(INSTALLED) ## Run the tests of one kernel or operation: make test-kernel NAME=gemm_epilogue
 	files=$$($(BIN)/python -m tests.finding '$(NAME)') && $(PYTEST) $$files
@@ -96,12 +97,12 @@ ifeq ($(GPU),yes)
 	files=$$($(BIN)/python -m tests.finding '$(NAME)' --gpu) && $(PYTEST_ON_GPU) $$files
 endif
 
-test-bits: $(CORES:%=test-bits-%) ## Run the tests that compare bits with both kinds of kernels of NumPy's BLAS
+test-bits: $(CORES:%=test-bits-%) ## Run the tests that compare bits, with both kinds of kernels of NumPy's BLAS
 
 test-bits-%: $(INSTALLED)
 	OPENBLAS_CORETYPE=$* $(PYTEST) -m bits tests/functional tests/kernels
 
-test-triton: $(TRITON_FOLDERS) ## Compile every kernel with the oldest and the newest Triton that are supported
+test-triton: $(TRITON_FOLDERS) ## Compile every kernel with the oldest and the newest supported Triton
 	FUSEDLAYERS_TRITONS='$^' $(PYTEST) tests/kernels/test_triton_releases.py
 
 $(TRITON_FOLDERS): build/triton-%: | $(INSTALLED)
@@ -121,7 +122,7 @@ dist: $(VENV)/.release ## Build the sdist and the wheel of a release into dist/:
 	$(BIN)/python -m build --no-isolation --outdir dist build/release
 	$(BIN)/python -m twine check --strict dist/*
 
-# Besides what the tests need.
+# These need further packages, besides those of the tests.
 $(VENV)/.site: EXTRA := docs
 $(VENV)/.release: EXTRA := release
 $(VENV)/.site $(VENV)/.release: $(INSTALLED)
@@ -134,9 +135,9 @@ check: $(INSTALLED) ## Lint, check the formatting, and type-check the built whee
 	rm -rf build/wheel build/installed build/lib
 	$(BIN)/python -m build --wheel --no-isolation --outdir build/wheel .
 	$(BIN)/python -m pip install --quiet --no-deps --target build/installed build/wheel/*.whl
-	@# No part of the wheel, and yet to be checked; of the tests those that only a GPU runs.
+	@# These are not part of the wheel, but are type-checked, too; of the tests only those that need a GPU.
 	cp -r benchmarks train_examples tests build/installed/
-	@# From inside the target, so that mypy reads the wheel and not the clone, where fusedlayers.kernels lies elsewhere.
+	@# Run mypy from inside the target, so that it reads the wheel instead of the clone, where fusedlayers.kernels is elsewhere.
 	cd build/installed && $(abspath $(BIN))/mypy --config-file $(CURDIR)/pyproject.toml --cache-dir $(CURDIR)/.mypy_cache -p fusedlayers -p benchmarks -p tests.gpu
 
 hooks: $(INSTALLED) ## Lint and format at every commit
@@ -150,7 +151,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
 	    { echo "Python 3.10 or newer is needed and '$(PYTHON)' is not: name one, as in 'make PYTHON=python3.12 $(or $(MAKECMDGOALS),test)'" >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV)
-	@# Python compiles the few modules that are imported; pip would compile all of them, in one process.
+	@# Python compiles only the modules that are imported; pip would compile all of them, in one process.
 	$(BIN)/python -m pip install --no-compile --constraint constraints.txt setuptools wheel
 	$(BIN)/python -m pip install --no-compile --constraint constraints.txt --no-build-isolation --editable '.[dev]'
 	@touch $@
