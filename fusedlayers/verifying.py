@@ -10,7 +10,7 @@ import copy
 import inspect
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -38,6 +38,11 @@ _FEW = 16
 _WRONG = 1.1
 # A gradient that fails with the first upstream gradient is judged again over this many others together.
 _AGAIN = 7
+
+# Results and gradients by name; None for a result without a gradient.
+_Results = dict[str, Tensor | None]
+# The results of one upstream gradient: ours, torch's, and those in float64.
+_Draw = tuple[_Results, _Results, _Results]
 
 
 @dataclass(frozen=True, repr=False)
@@ -131,84 +136,65 @@ def verify(target: nn.Module | Callable[..., Any], /, *inputs: Any, **options: A
         ValueError: the call draws random numbers (dropout in training), so no two runs compute the same, or a tensor
             is on the meta device.
     """
-    if isinstance(target, nn.Module):
-        name, signature = type(target).__name__, inspect.signature(target.forward)
-        module: nn.Module = target
-
-        def prepared(plain: bool, double: bool) -> tuple[Callable[..., Any], nn.Module | None]:
-            twin = _copied(module)
-            if plain:
-                restore(twin)
-                for layer in twin.modules():
-                    if isinstance(layer, FusedFFN):
-                        layer.recompute = "auto"  # the whole hidden at once, not in chunks
-            if double:
-                run_eagerly(twin.double())
-            return twin, twin
-
-    elif (operation := operation_of(target)) is not None:
-        name, signature = operation.name, inspect.signature(target)
-
-        def prepared(plain: bool, double: bool) -> tuple[Callable[..., Any], nn.Module | None]:
-            return partial(_reference, operation, signature) if plain else target, None
-
-    else:
-        known = "an nn.Module or a function of fusedlayers.functional"
-        raise TypeError(f"target must be {known}, got {target!r}")
-
-    call = _Call(signature, inputs, options)
-    tensors = [*call.tensors(), *(module.parameters() if isinstance(target, nn.Module) else ())]
-    if any(tensor.is_meta for tensor in tensors):
-        raise ValueError(f"target: {name} or an input is on the meta device; expected tensors that hold numbers")
-    if any(class_path(type(tensor)) == _DISTRIBUTED for tensor in tensors):
-        raise TypeError(f"target: {name} or an input is a DTensor; expected plain tensors: verify it before sharding")
-    devices = sorted({tensor.device.index for tensor in tensors if tensor.is_cuda})
+    call = _Call(target, inputs, options)
+    if any(tensor.is_meta for tensor in call.tensors):
+        raise ValueError(f"target: {call.name} or an input is on the meta device; expected tensors that hold numbers")
+    if any(class_path(type(tensor)) == _DISTRIBUTED for tensor in call.tensors):
+        raise TypeError(
+            f"target: {call.name} or an input is a DTensor; expected plain tensors: verify it before sharding"
+        )
+    devices = sorted({tensor.device.index for tensor in call.tensors if tensor.is_cuda})
     with torch.random.fork_rng(devices=devices), torch.inference_mode(False), torch.enable_grad():
         before = _random_states(devices)
         with decisions() as paths:
-            ours = call.run(*prepared(plain=False, double=False), double=False)
+            ours = call.run()
         if any(not torch.equal(*pair) for pair in zip(before, _random_states(devices), strict=True)):
             raise ValueError(
-                f"target: {name} draws random numbers, such as dropout masks in training, and our kernels draw others "
-                "than torch does: verify it after .eval(), with a dropout probability of 0, or with a dropout_seed"
+                f"target: {call.name} draws random numbers, such as dropout masks in training, and our kernels draw "
+                "others than torch does: verify it after .eval(), with a dropout probability of 0, or with a "
+                "dropout_seed"
             )
-
-        def expected(draw: int) -> tuple[dict[str, Tensor | None], dict[str, Tensor | None]]:
-            with switched(_TORCH_ALONE):
-                theirs = call.run(*prepared(plain=True, double=False), double=False, draw=draw)
-                truth = call.run(*prepared(plain=True, double=True), double=True, draw=draw)
-            return theirs, {key: None if tensor is None else tensor.double() for key, tensor in truth.items()}
-
-        theirs, truth = expected(0)
+        theirs, truth = call.run_torch()
         drawn = any(not torch.equal(*pair) for pair in zip(before, _random_states(devices), strict=True))
         if all(tensor is None for tensor in ours.values()):
-            raise TypeError(f"target: {name} returned no floating-point tensor, so there is nothing to compare")
-        dtype = _coarsest(tensors)
+            raise TypeError(f"target: {call.name} returned no floating-point tensor, so there is nothing to compare")
+        dtype = _coarsest(call.tensors)
         reason = "torch's own computation draws random numbers, which the target's does not" if drawn else None
         if reason := reason or _why_apart(theirs, truth, dtype):
-            verdicts = [red(key, reason) for key, tensor in theirs.items() if tensor is not None]
+            verdicts = {key: red(key, reason) for key, tensor in theirs.items() if tensor is not None}
         else:
-            found = compare_all(ours, theirs, truth, computed_in=dtype)
-            in_8_bits = _in_8_bits(paths)
-            if in_8_bits:
-                found = {key: _by_noise(verdict, ours[key], truth[key]) for key, verdict in found.items()}
-            judged = {key: _judged(verdict, theirs[key], truth[key], dtype) for key, verdict in found.items()}
-            doubtful = [key for key, verdict in judged.items() if not in_8_bits and _perhaps_unlucky(verdict)]
-            first, again = ({key: Evidence(key, dtype) for key in doubtful} for _ in range(2))
-            for draw in range(1 + _AGAIN if doubtful else 0):
-                if draw:
-                    ours = call.run(*prepared(plain=False, double=False), double=False, draw=draw)
-                    theirs, truth = expected(draw)
-                for key, evidence in (again if draw else first).items():
-                    evidence.add(*(each[key] for each in (ours, theirs, truth)))  # type: ignore[arg-type]
-            judged |= {key: evidence.verdict(again=again[key]) for key, evidence in first.items()}
-            verdicts = list(_beside_others(judged, truth).values())
-    return Verification(f"{name} on {_where(tensors)}", tuple(verdicts), Counter(paths))
+            verdicts = _verdicts(call, (ours, theirs, truth), dtype, _in_8_bits(paths))
+    return Verification(f"{call.name} on {_where(call.tensors)}", tuple(verdicts.values()), Counter(paths))
 
 
-def _why_apart(
-    theirs: Mapping[str, Tensor | None], truth: Mapping[str, Tensor | None], dtype: torch.dtype | None
-) -> str | None:
+def _verdicts(call: _Call, draw: _Draw, dtype: torch.dtype | None, in_8_bits: bool) -> dict[str, Closeness]:
+    """The verdict on every result and gradient; ``draw`` is that of the first upstream gradient."""
+    ours, theirs, truth = draw
+    found = compare_all(ours, theirs, truth, computed_in=dtype)
+    if in_8_bits:
+        found = {key: _by_noise(verdict, ours[key], truth[key]) for key, verdict in found.items()}
+    judged = {key: _judged(verdict, theirs[key], truth[key], dtype) for key, verdict in found.items()}
+    if not in_8_bits:
+        unlucky = [key for key, verdict in judged.items() if _perhaps_unlucky(verdict)]
+        judged |= _judged_again(call, draw, unlucky, dtype)
+    return _beside_others(judged, truth)
+
+
+def _judged_again(call: _Call, draw: _Draw, names: Sequence[str], dtype: torch.dtype | None) -> dict[str, Closeness]:
+    """The verdicts on these gradients over the first ``draw`` and over ``_AGAIN`` others together."""
+    if not names:
+        return {}
+    first, others = ({name: Evidence(name, dtype) for name in names} for _ in range(2))
+    for name, evidence in first.items():
+        evidence.add(*(each[name] for each in draw))  # type: ignore[arg-type]
+    for seed in range(1, 1 + _AGAIN):
+        draw = call.run(seed=seed), *call.run_torch(seed)
+        for name, evidence in others.items():
+            evidence.add(*(each[name] for each in draw))  # type: ignore[arg-type]
+    return {name: evidence.verdict(again=others[name]) for name, evidence in first.items()}
+
+
+def _why_apart(theirs: _Results, truth: _Results, dtype: torch.dtype | None) -> str | None:
     """The reason if torch's results differ from float64 by far more than rounding, so that they are no yardstick.
 
     Gradients are not checked: one that cancels to zero, such as that of an attention's key bias, is rounding alone.
@@ -256,7 +242,7 @@ def _judged(verdict: Closeness, theirs: Tensor | None, truth: Tensor | None, dty
     return replace(verdict, message=text, judged=False)
 
 
-def _beside_others(verdicts: Mapping[str, Closeness], truth: Mapping[str, Tensor | None]) -> dict[str, Closeness]:
+def _beside_others(verdicts: Mapping[str, Closeness], truth: _Results) -> dict[str, Closeness]:
     """The verdicts; empty and zero tensors are not judged unless another tensor was.
 
     Zeros beside other results show that nothing was added to them. Zeros alone would also pass for a call that computes
@@ -275,13 +261,26 @@ def _beside_others(verdicts: Mapping[str, Closeness], truth: Mapping[str, Tensor
 
 
 class _Call:
-    """One call, which can be made several times with copies of its tensors."""
+    """One call of a module or function, which can be made several times, each time with copies of its tensors.
 
-    def __init__(self, signature: inspect.Signature, inputs: tuple[Any, ...], options: dict[str, Any]) -> None:
+    Raises:
+        TypeError: ``target`` is neither a module nor a function of ``functional``.
+    """
+
+    def __init__(self, target: Any, inputs: tuple[Any, ...], options: dict[str, Any]) -> None:
+        self.target = target
+        self.operation = None if isinstance(target, nn.Module) else operation_of(target)
+        if isinstance(target, nn.Module):
+            self.name, self.signature = type(target).__name__, inspect.signature(target.forward)
+        elif self.operation is not None:
+            self.name, self.signature = self.operation.name, inspect.signature(target)
+        else:
+            known = "an nn.Module or a function of fusedlayers.functional"
+            raise TypeError(f"target must be {known}, got {target!r}")
         _, self.structure = tree_flatten((inputs, options))
-        parameters = [parameter.name for parameter in signature.parameters.values() if parameter.kind in _POSITIONAL]
-        unnamed = [f"inputs[{index}]" for index in range(len(parameters), len(inputs))]
-        given = [*zip([*parameters, *unnamed], inputs, strict=False), *options.items()]
+        known_names = [each.name for each in self.signature.parameters.values() if each.kind in _POSITIONAL]
+        unnamed = [f"inputs[{index}]" for index in range(len(known_names), len(inputs))]
+        given = [*zip([*known_names, *unnamed], inputs, strict=False), *options.items()]
         self.leaves: list[Any] = []
         self.names: list[str] = []
         self.wanted: list[bool] = []
@@ -291,14 +290,25 @@ class _Call:
                 self.leaves.append(leaf)
                 self.names.append(name + keystr(path))
                 self.wanted.append(floating and (position < len(inputs) or leaf.requires_grad))
+        parameters = target.parameters() if isinstance(target, nn.Module) else ()
+        self.tensors = [*(leaf for leaf in self.leaves if isinstance(leaf, Tensor)), *parameters]
 
-    def tensors(self) -> list[Tensor]:
-        return [leaf for leaf in self.leaves if isinstance(leaf, Tensor)]
+    def run_torch(self, seed: int = 0) -> tuple[_Results, _Results]:
+        """The results of torch's own arithmetic, in the same dtype and in float64."""
+        with switched(_TORCH_ALONE):
+            theirs = self.run(plain=True, seed=seed)
+            truth = self.run(plain=True, double=True, seed=seed)
+        return theirs, {key: None if tensor is None else tensor.double() for key, tensor in truth.items()}
 
-    def run(
-        self, call: Callable[..., Any], module: nn.Module | None, double: bool, draw: int = 0
-    ) -> dict[str, Tensor | None]:
-        """Every floating-point result and every requested gradient, by name; ``draw`` selects the upstream gradient."""
+    def run(self, *, plain: bool = False, double: bool = False, seed: int = 0) -> _Results:
+        """Every floating-point result and every requested gradient, by name.
+
+        ``plain``: with torch's own arithmetic; ``double``: in float64; ``seed`` is that of the upstream gradient.
+        """
+        module = _copied(self.target, plain, double) if isinstance(self.target, nn.Module) else None
+        call = self.target if module is None else module
+        if plain and self.operation is not None:
+            call = partial(_reference, self.operation, self.signature)
         copies = [self._copied(leaf, want, double) for leaf, want in zip(self.leaves, self.wanted, strict=True)]
         inputs, options = tree_unflatten(copies, self.structure)
         results = {
@@ -307,17 +317,16 @@ class _Call:
             if isinstance(leaf, Tensor) and leaf.is_floating_point()
         }
         parameters = {} if module is None else dict(module.named_parameters())
-        wanted = {f"d {name}": tensor for name, tensor in parameters.items() if tensor.requires_grad}
-        inputs_first = {
+        wanted = {
             f"d input {name}" if name in parameters else f"d {name}": leaf
             for name, leaf, want in zip(self.names, copies, self.wanted, strict=True)
             if want
         }
-        wanted = inputs_first | wanted
+        wanted |= {f"d {name}": tensor for name, tensor in parameters.items() if tensor.requires_grad}
         roots = [result for result in results.values() if result.requires_grad]
         gradients: tuple[Tensor | None, ...] = (None,) * len(wanted)
         if roots and wanted:
-            upstream = [_upstream(result, position + 1009 * draw) for position, result in enumerate(roots)]
+            upstream = [_upstream(result, position + 1009 * seed) for position, result in enumerate(roots)]
             gradients = torch.autograd.grad(roots, list(wanted.values()), upstream, allow_unused=True)
         return {name: result.detach() for name, result in results.items()} | dict(zip(wanted, gradients, strict=True))
 
@@ -335,11 +344,20 @@ def _upstream(result: Tensor, seed: int) -> Tensor:
     return torch.randn(result.shape, generator=generator).to(torch.bfloat16).to(result.device, result.dtype)
 
 
-def _copied(module: nn.Module) -> nn.Module:
+def _copied(module: nn.Module, plain: bool, double: bool) -> nn.Module:
+    """A copy of the module; ``plain``: with torch's own arithmetic, ``double``: in float64."""
     try:
-        return copy.deepcopy(module)
+        twin = copy.deepcopy(module)
     except Exception as error:
         raise TypeError(f"target: {type(module).__name__} cannot be copied, which verify needs: {error}") from error
+    if plain:
+        restore(twin)
+        for layer in twin.modules():
+            if isinstance(layer, FusedFFN):
+                layer.recompute = "auto"  # the whole hidden at once, not in chunks
+    if double:
+        run_eagerly(twin.double())
+    return twin
 
 
 def _reference(operation: Operation, signature: inspect.Signature, *inputs: Any, **options: Any) -> Any:
