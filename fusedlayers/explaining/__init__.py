@@ -90,7 +90,7 @@ def _explained(
 ) -> Explanation | ModelExplanation:
     if is_model(target):
         return _model(target, inputs, options, facts)
-    # A MaxSim has no weights: only its function.
+    # A MaxSim has no weights, and only calls its function.
     function = getattr(target, "function", target)
     if isinstance(target, nn.Module) and hasattr(target, "call_arguments"):
         called = function_and_arguments(target, *inputs, **options)
@@ -123,7 +123,7 @@ def _call(
     if facts is not None:
         plan = plan_on_card(problem_on(problem, facts), facts)
     else:
-        # Described anew, because dispatch may have tested an unknown release of Triton.
+        # Describe the device again, because dispatch may have tested an unknown release of Triton.
         plan = dispatch(problem_on(problem, describe(device)), device)
         facts = describe(device)
     if (other := operation.instead(plan, options)) is not None:

@@ -124,7 +124,7 @@ def explanation_of(
 
 
 def in_16_bits(found: Explanation, reason: str) -> Explanation:
-    """The explanation of a call in 16 bits that was to run in 8, with the ``reason`` why it does not."""
+    """The explanation of a call that runs in 16 bits although 8 were requested, with the ``reason``."""
     summary, *rest = found.lines
     row = "  precision  " + reason
     text = summary.replace("Runs ", f"Runs in 16 bits ({reason}), ", 1)
@@ -132,8 +132,7 @@ def in_16_bits(found: Explanation, reason: str) -> Explanation:
 
 
 def problem_on(problem: Any, facts: Device) -> Any:
-    """The problem of tensors that are on another device, for a device with these facts: on a GPU float32 may run in
-    TF32."""
+    """The problem for a device with these facts, whatever the tensors are on: on a GPU float32 may run in TF32."""
     if facts.kind != "cuda" or problem.dtype != "float32":
         return problem
     return replace(problem, input_precision=input_precision(torch.device("cuda"), torch.float32))
@@ -142,7 +141,7 @@ def problem_on(problem: Any, facts: Device) -> Any:
 def _recomputed(
     operation: Operation, plan: Decision, facts: Device, tensors: Sequence[Tensor | None], options: tuple[Any, ...]
 ) -> list[tuple[str, str]]:
-    """What ``recompute=True`` would save and cost; if it is set, what the default would."""
+    """What ``recompute=True`` would save and cost; if it is set, what the default would save and cost."""
     if "recompute" not in operation.option_names:
         return []
     place = operation.option_names.index("recompute")
@@ -179,13 +178,13 @@ def _in_short(explained: Explanation) -> str:
     """One line of a block: what runs, and what is saved."""
     summary = explained.lines[0]
     kept = _kept(explained.saved_bytes, explained.saved_by_torch)
-    # A path mostly gains bytes, which follow anyway.
+    # What follows the colon is mostly the bytes that the path saves, which are appended anyway.
     runs = summary.partition(":")[0] if kept and explained.path != "torch" else summary
     return f"{runs.removesuffix('.')}{kept and f'; keeps {kept}'}"
 
 
 def _kept(ours: int | None, theirs: int | None) -> str:
-    """Empty if nothing is saved, or if that is not known."""
+    """The bytes saved by us and by torch; empty if both save nothing, or if this is not known."""
     return f"{_mib(ours)}, torch {_mib(theirs)}" if ours or theirs else ""
 
 

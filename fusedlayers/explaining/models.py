@@ -141,10 +141,9 @@ class _Calls:
 
 
 def _without_memory(tensor: Tensor | None, cast: torch.dtype | None, moved: dict[int, Tensor]) -> Tensor | None:
-    """The same tensor on the meta device, where the inputs are, cast to ``cast`` as autocast would, which does nothing
-    there.
+    """The tensor on the meta device, like the inputs, and cast to ``cast``, because autocast does nothing on meta.
 
-    One tensor passed twice stays one tensor.
+    A tensor that is passed twice stays one tensor.
     """
     if tensor is None or type(tensor) not in (Tensor, nn.Parameter) or tensor.layout is not torch.strided:
         return tensor
