@@ -1,10 +1,10 @@
-"""A copy of the repository that a package index can show: README's links are absolute, and the project has URLs.
+"""Writes a copy of the repository for a package index: README's links are absolute, and the project has URLs.
 
     python -m docs.release --url https://HOST/OWNER/NAME --output build/release
 
-In a clone links are relative, so that they work offline, in forks and at every commit. Of a published version they have
-to lead to that version's tag, ``v`` and the number in pyproject.toml. ``make dist URL=...`` builds the sdist and the
-wheel from this copy.
+In a clone links are relative, so that they work offline, in forks and at every commit. In a published version they have
+to lead to the tag of that version: ``v`` and the number in pyproject.toml. ``make dist URL=...`` builds the sdist and
+the wheel from this copy.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def prepare(output: Path, url: str) -> None:
     """Writes the copy: the files that git tracks, as they are in the working tree.
 
     Raises:
-        ValueError: the URL is none, or the folder is there already.
+        ValueError: the URL is not that of a repository, or the folder exists already.
     """
     if not re.fullmatch(r"https://[^\s/]+/\S+[^\s/]", url):
         raise ValueError(f"the URL of a repository is expected, such as https://HOST/OWNER/NAME, got {url!r}")

@@ -1,6 +1,6 @@
-"""What mkdocs.yml needs besides these pages: README as the first one, links out of docs/, and pages of docstrings.
+"""The hooks of mkdocs.yml: they add README as the first page and a page of docstrings, and convert links out of docs/.
 
-On the site all pages lie in one folder. A link to a page of docs/ or to a text beside README stays a link to a page;
+On the site all pages are in one folder. A link to a page of docs/ or to a text beside README stays a link to a page;
 any other file that a page links to is copied into ``files/``.
 """
 
@@ -13,9 +13,9 @@ from typing import Any
 import fusedlayers
 
 ROOT = Path(__file__).resolve().parents[1]
-# Texts beside README that are pages, too.
+# Files outside of docs/ that are pages, too.
 TEXTS = ("README.md", "CHANGELOG.md", "SECURITY.md", "CODE_OF_CONDUCT.md")
-# What comes before a link's target, and the target without its anchor.
+# Two groups: the text before a link's target, and the target without its anchor.
 LINK = re.compile(r"(!?\[[^\]]*\]\()([^)\s#]+)")
 _PARTS = {
     "fusedlayers": [name for name in fusedlayers.__all__ if name not in ("functional", "parallel")],
@@ -25,7 +25,7 @@ _PARTS = {
 
 
 def on_files(files: Any, config: Any) -> Any:
-    """Adds what is no page of docs/."""
+    """Adds the pages and files that are not in docs/."""
     from mkdocs.structure.files import File
 
     for name in TEXTS:
@@ -64,7 +64,7 @@ def with_links(text: str, name: str) -> str:
 
 
 def resolved(link: str, name: str) -> str:
-    """The path in the repository of what a page links to."""
+    """The path in the repository of a link in the page ``name``."""
     parts: list[str] = []
     for part in (PurePosixPath(name).parent / link).parts:
         if part == "..":
@@ -75,7 +75,7 @@ def resolved(link: str, name: str) -> str:
 
 
 def site_path(path: str) -> str:
-    """Where a file of the repository lies on the site."""
+    """The path on the site of a file of the repository."""
     if path == "README.md":
         return "index.md"
     if path in TEXTS:
