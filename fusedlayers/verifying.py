@@ -168,7 +168,7 @@ def verify(target: nn.Module | Callable[..., Any], /, *inputs: Any, **options: A
 
 
 def _verdicts(call: _Call, draw: _Draw, dtype: torch.dtype | None, in_8_bits: bool) -> dict[str, Closeness]:
-    """The verdict on every result and gradient; ``draw`` is that of the first upstream gradient."""
+    """The verdict on every result and gradient; ``draw`` has the results of the first upstream gradient."""
     ours, theirs, truth = draw
     found = compare_all(ours, theirs, truth, computed_in=dtype)
     if in_8_bits:
@@ -303,7 +303,7 @@ class _Call:
     def run(self, *, plain: bool = False, double: bool = False, seed: int = 0) -> _Results:
         """Every floating-point result and every requested gradient, by name.
 
-        ``plain``: with torch's own arithmetic; ``double``: in float64; ``seed`` is that of the upstream gradient.
+        ``plain``: with torch's own arithmetic; ``double``: in float64; ``seed`` selects the upstream gradient.
         """
         module = _copied(self.target, plain, double) if isinstance(self.target, nn.Module) else None
         call = self.target if module is None else module

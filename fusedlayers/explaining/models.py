@@ -20,7 +20,7 @@ _BLOCKS = (FusedBlock, FusedExperts, FusedFFN, FusedLossHead, FusedMoE, LinearCr
 
 
 class BlockCall(NamedTuple):
-    """An unchecked call of an operation; ``device`` is that of the block's parameters."""
+    """An unchecked call of an operation; ``device`` holds the block's parameters."""
 
     operation: Operation
     tensors: tuple[Any, ...]
