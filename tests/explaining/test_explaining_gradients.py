@@ -90,5 +90,5 @@ def test_torch_says_why() -> None:
 def test_bad_arguments_are_errors_here_too() -> None:
     with pytest.raises(ValueError, match="x of shape"):
         fl.explain(functional.weight_gradient, meta(4, 8), meta(5, 8))
-    with pytest.raises(ValueError, match="w_down of shape"):
+    with pytest.raises(ValueError, match="dy of shape"):
         fl.explain(functional.hidden_gradient, meta(4, 8), meta(3, 8), meta(4, 3), activation="relu")

@@ -14,6 +14,7 @@ from torch import Tensor
 from fusedlayers import functional, planning, reference
 from fusedlayers.closeness import assert_all_close
 from fusedlayers.functional import dispatch, operation
+from fusedlayers.functional.recalling import Recalled
 from tests.functional.test_linear import KERNELS_AND_TORCH, inputs, upstream
 from tests.support.operands import DEVICE, INTEGERS, assert_equal, in_float64, leaves, needs_kernels, on_path, results
 
@@ -127,7 +128,7 @@ def test_torch_products_with_the_data_gradient_first(bias: bool, monkeypatch: py
         monkeypatch.setattr(reference, name, lambda *a, name=name, run=run, **k: order.append(name) or run(*a, **k))
     expected = gradients(torch.nn.functional.linear)
     monkeypatch.setattr(dispatch, "_cached_plan", plan)
-    monkeypatch.setattr(operation, "_prepared", {})
+    monkeypatch.setattr(operation, "CALLS", Recalled())
     assert_equal(gradients(functional.linear), expected)
     # A product forward, and backward another one before the weights'.
     assert order[:3] == ["linear", "linear", "weight_gradient"]
