@@ -14,14 +14,13 @@ from typing import Any, NamedTuple
 
 from ..kernels.tuning import CONSUMER_ROWS, epilogue_tiles
 from .devices import Device
+from .measured import fitted
 
 # A call with recompute=True may take this many times the bytes of x as temporary memory, or this many bytes if x is
 # small.
 WORKSPACE_COPIES, LEAST_WORKSPACE = 8, 256 * 2**20
 # Narrower rows of x count as this wide: otherwise not one hidden unit would fit beside the sum of dx.
 LEAST_COLUMNS = 8
-# Products of more tokens are not faster.
-MOST_ROWS = 16_384
 # Chunks of tokens and groups of units are multiples of these, for whole tiles and aligned addresses: of the first step
 # that is not larger.
 ROW_STEP = 256
@@ -39,6 +38,16 @@ MASK_BYTES = 40
 ROWS_SHARE = 2
 # ``sums.add_product`` converts operands in pieces that take this share of the float32 sum's bytes.
 CONVERTED_SHARE = 1 / 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChunkRule:
+    """The bound of a chunk: products of more tokens are not faster."""
+
+    most_rows: int
+
+
+CHUNK_RULE = fitted("ffn", ChunkRule)
 
 
 @dataclass(frozen=True)
@@ -148,7 +157,7 @@ def _torch_bytes(problem: Any, device: Device, copies: dict[bool, int]) -> int:
 
 def _rows(tokens: int, most: int) -> int:
     """Tokens of equal chunks: at most ``most``, and half of all, so that the whole hidden is never in memory."""
-    most = max(1, min(most, tokens // 2, MOST_ROWS))
+    most = max(1, min(most, tokens // 2, CHUNK_RULE.most_rows))
     step = ROW_STEP if most >= ROW_STEP else 1
     chunks = math.ceil(tokens / (most // step * step))
     return math.ceil(tokens / chunks / step) * step

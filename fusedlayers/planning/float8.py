@@ -12,6 +12,7 @@ from .call import Call, Decision, Facts, activation_accuracy, no_kernels
 from .devices import Device, floor_seconds
 from .gemm_gemm import Problem
 from .linear import LinearProblem
+from .measured import fitted
 from .weight_gradient import WeightGradientPlan
 
 IN_8_BITS, IN_16_BITS = "float8", "bf16"
@@ -20,17 +21,20 @@ IN_8_BITS, IN_16_BITS = "float8", "bf16"
 AUTO, ROWWISE, ROWWISE_BF16 = "fp8", "rowwise", "rowwise_with_gw_hp"
 # Rows of operands and results begin at multiples of 16 bytes.
 MULTIPLE = 16
-# Auto mode's limits: the narrowest layer, and the least FLOPs of one of its products, launched one by one, and compiled
-# or inside a CUDA graph. On an H100 forward and backward take 0.96 of the time in bfloat16 at 16,384 × 1024 × 4096
-# (2^37 FLOPs) in a graph, where quantising takes nearly all that 8 bits gain. Launched one by one, where more launches
-# wait for the host, a linear takes 1.16 of it at 8192 × 4096 × 4096 (2^38), a gated FFN 0.66 at 8192 × 4096 × 14,336.
-LEAST_WIDTH, LEAST_FLOPS = 1024, (2**39, 2**37)
-# The least FLOPs of a weight gradient for each byte that transposing its operands moves, if it is to be in 8 bits. On
-# an H100 in bfloat16 and in 8 bits it took 171 and 186 µs at 819 (16,384 × 2048 × 2048), 787 and 611 at 1170
-# (16,384 × 2048 × 8192), 347 and 292 at 1638 (8192 × 4096 × 4096).
-LEAST_REUSE = 1000
 # The FLOPs of one 16-bit instruction for those of an 8-bit one.
 _RATE = 0.5
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """From where on auto mode takes 8 bits."""
+
+    least_width: int  # of a layer
+    least_flops: tuple[int, int]  # of one of its products, launched one by one, and compiled or in a CUDA graph
+    least_reuse: int  # FLOPs of a weight gradient for each byte that transposing its operands moves
+
+
+LIMITS = fitted("float8", Limits)
 
 
 @dataclass(frozen=True)
@@ -151,7 +155,7 @@ def _transposes(recipe: str, left: int, right: int) -> bool:
     """Whether a weight gradient ``[left, right]`` is a product of 8-bit operands, which are transposed for it."""
     # A token of left is read and written in 8 bits, one of right is read in 16 bits.
     reuse = 2 * left * right / (2 * left + 3 * right)
-    return recipe == ROWWISE or (recipe == AUTO and reuse >= LEAST_REUSE)
+    return recipe == ROWWISE or (recipe == AUTO and reuse >= LIMITS.least_reuse)
 
 
 def _without_recipe(problem: Any) -> dict[str, Any]:
@@ -260,7 +264,7 @@ def why_not(problem: Any, device: Device, backend: str = "auto") -> str | None:
     if (reason := why_narrow(p.widths)) is not None:
         return reason
     # A compiled step runs ahead of the GPU, which hides what the launches of one layer cost.
-    flops, least = 2 * p.M * p.K * p.N, LEAST_FLOPS[p.captured or p.compiled]
+    flops, least = 2 * p.M * p.K * p.N, LIMITS.least_flops[p.captured or p.compiled]
     if flops < least:
         bound = "compiled or inside a CUDA graph" if p.captured or p.compiled else "launched one by one"
         return f"the call is too small: {flops:,} FLOPs in a product, worth quantising from {least:,} on when {bound}"
@@ -275,6 +279,6 @@ def why_uneven(widths: tuple[int, ...]) -> str | None:
 
 def why_narrow(widths: tuple[int, ...]) -> str | None:
     """Why auto mode runs no call of a layer of these widths in 8 bits, or None."""
-    if min(widths) >= LEAST_WIDTH:
+    if min(widths) >= LIMITS.least_width:
         return None
-    return f"a width of {min(widths):,} is below {LEAST_WIDTH:,}, where quantising takes what 8 bits gain"
+    return f"a width of {min(widths):,} is below {LIMITS.least_width:,}, where quantising takes what 8 bits gain"

@@ -1,6 +1,6 @@
 """The tiles of the fused kernels of a GEMM-GEMM or an FFN, and the token ranges of their weight gradients."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ..kernels.tuning import (
@@ -16,12 +16,19 @@ from ..kernels.tuning import (
 from ..kernels.tuning.dtypes import GENERIC
 from . import ffn_chunked
 from .devices import PARTIALS_LIMIT, Device, splits_of_full_waves
+from .measured import fitted
 
-# Starting and ending a program takes as long as PROGRAM_BLOCKS blocks of rows, and one block as long as storing and
-# adding up BYTES_OF_BLOCK of partials. At 89 sizes on an H200 the choice took at most 1.06 times the best one's time.
-PROGRAM_BLOCKS, BYTES_OF_BLOCK = 4, 3 * 2**19
-# More splits must save a twentieth: partials take memory, too.
-LESS = 0.95
+
+@dataclass(frozen=True, kw_only=True)
+class SplitCosts:
+    """What a split of the weight gradient costs beside its blocks of rows."""
+
+    program_blocks: int  # blocks that take as long as starting and ending a program
+    bytes_of_block: int  # of partials, which are stored and added up in the time of one block
+    worthwhile_share: float  # of the time, which more splits must not exceed: partials take memory, too
+
+
+COSTS = fitted("gemm_gemm", SplitCosts)
 
 
 def chosen_tiles(kernel: str, problem: Any, device: Device) -> TileConfig | None:
@@ -85,10 +92,10 @@ def _fastest_splits(problem: Any, tiles: int, at_once: int, rows: int) -> int:
     blocks, partial_bytes = -(-problem.M // rows), problem.partial_bytes
     most = min(-(-blocks // SHORTEST_SPLIT), limit // partial_bytes)
     fastest, *more = splits_of_full_waves(tiles, at_once, most)
-    least = -(-tiles // at_once) * (blocks + PROGRAM_BLOCKS)
+    least = -(-tiles // at_once) * (blocks + COSTS.program_blocks)
     for splits in more:
-        one_after_another = -(-tiles * splits // at_once) * (-(-blocks // splits) + PROGRAM_BLOCKS)
-        taken = one_after_another + splits * partial_bytes // BYTES_OF_BLOCK
-        if taken < LESS * least:
+        one_after_another = -(-tiles * splits // at_once) * (-(-blocks // splits) + COSTS.program_blocks)
+        taken = one_after_another + splits * partial_bytes // COSTS.bytes_of_block
+        if taken < COSTS.worthwhile_share * least:
             fastest, least = splits, taken
     return fastest

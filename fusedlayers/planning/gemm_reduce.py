@@ -20,21 +20,31 @@ from .call import NOT_ON_RECORD, Call, Decision, Facts, Yields, direction, no_ke
 from .choosing import Choice, choose
 from .costs import SAVED_FOR_SLOPE, SLOPE_FROM_VALUE
 from .devices import PARTIALS_LIMIT, Device, filling_splits
+from .measured import fitted
 from .record import TORCH
 from .texts import sm90_text, tiles_text
 
-# A split of the reduced axis shorter than this many tiles spends more on its partials than on its products.
-SHORTEST_REDUCED_SPLIT = 4
 # Programs that run on an SM at once: of the forward kernel, and of small tiles of both gradients.
 RESIDENT = 2
-# Of both gradients at once, in blocks of reduced rows: the time to start and end a program, the time to add up the
-# partials of several ranges, and the shortest range.
-RANGE_BLOCKS, SUM_BLOCKS, SHORTEST_RANGE = 4, 4, 2
 # Reductions whose times are those of another one.
 _ALIKE = {"min": "max", "absmax": "max", "mean": "sum"}
 # Activations that fall before they rise: around their minimum values lie so close together that small errors choose
 # which element is the least, and with it where the gradient goes.
 _FALLING = ("gelu", "gelu_tanh", "silu", "quick_gelu")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SplitCosts:
+    """What splitting the reduced axis costs: in the forward pass, and of both gradients at once."""
+
+    shortest_split: int  # in tiles; a shorter one spends more on its partials than on its products
+    program_blocks: int  # of reduced rows, which take as long as starting and ending a program of both gradients
+    sum_blocks: int  # likewise, as adding up the partials of several ranges
+    shortest_range: int  # of both gradients, in blocks
+    lone_share: float  # of the SMs: with more entries, a large program alone on an SM beats two small ones
+
+
+COSTS = fitted("gemm_reduce", SplitCosts)
 
 
 @dataclass(frozen=True)
@@ -187,10 +197,10 @@ def choose_reduced_splits(problem: ReduceProblem, device: Device, tiles: ReduceC
     if problem.product:
         return 1  # a program writes its tiles of the product anyway: memory is the limit
     rows, resident = tiles.block_p, RESIDENT
-    most = -(-problem.reduced // (tiles.block_r * SHORTEST_REDUCED_SPLIT))
+    most = -(-problem.reduced // (tiles.block_r * COSTS.shortest_split))
     if tiles.sm90 is not None:
         rows, resident = tiles.sm90.consumers * CONSUMER_ROWS, 1
-        most = problem.reduced // (tiles.sm90.block * SHORTEST_REDUCED_SPLIT)
+        most = problem.reduced // (tiles.sm90.block * COSTS.shortest_split)
     programs = problem.batch * -(-problem.kept // rows)
     partials = 8 * problem.batch * problem.kept  # a value and an index, or a maximum and a sum
     return filling_splits(programs, device.sms * resident, most, partials)
@@ -201,19 +211,19 @@ def choose_one_pass(problem: ReduceProblem, device: Device) -> tuple[ReduceConfi
     both = problem.needs_kept_gradient and problem.needs_reduced_gradient
     if problem.indexed or problem.linear or problem.needs_bias_gradient or not both:
         return None, 1
-    alone = 3 * device.sms < 4 * problem.batch <= 4 * device.sms
+    alone = COSTS.lone_share * device.sms < problem.batch <= device.sms
     tiles = one_pass_config(device.architecture, problem.format.bits, problem.kept, problem.K, alone)
     if tiles is None:
         return None, 1
     partials = 4 * problem.batch * problem.kept * problem.K
     at_once = device.sms * (RESIDENT if tiles.num_warps <= 4 else 1)
     blocks = -(-problem.reduced // tiles.block_r)
-    most = max(1, min(-(-blocks // SHORTEST_RANGE), PARTIALS_LIMIT // partials))
+    most = max(1, min(-(-blocks // COSTS.shortest_range), PARTIALS_LIMIT // partials))
 
     def blocks_one_after_another(splits: int) -> int:
         """Those of a range, for each wave of programs, and as many as beginning, ending and adding up take as long."""
         waves = -(-problem.batch * splits // at_once)
-        return waves * (-(-blocks // splits) + RANGE_BLOCKS) + SUM_BLOCKS * (splits > 1)
+        return waves * (-(-blocks // splits) + COSTS.program_blocks) + COSTS.sum_blocks * (splits > 1)
 
     return tiles, min(range(1, most + 1), key=blocks_one_after_another)
 

@@ -9,19 +9,32 @@ from .call import NO_OTHER_PATH, VECTOR, Call, Decision, Facts, Yields, activati
 from .choosing import Choice, choose
 from .costs import SAVED_FOR_SLOPE, SLOPE_FROM_VALUE
 from .devices import PARTIALS_LIMIT, Device, floor_seconds, splits_of_full_waves
+from .measured import fitted
 from .record import TORCH
 from .texts import tiles_text
 from .weight_gradient import WeightGradientPlan, WeightGradientProblem
 
 FORWARD, DATA_GRADIENT = "forward", "data gradient"
 
-# Operands whose rows are not aligned are read in small pieces: twice the programs wait for memory at once.
-UNALIGNED_PROGRAMS = 2
-# If one wave of programs keeps less than this share of the SMs busy, splits of at least so many blocks run in several
-# waves: on an H200 23.1 instead of 25.6 µs for 33 × 2304 × 10,048, 335 instead of 360 for 1 × 1640 × 448,896.
-FILLED, LONG_SPLIT = 0.84, 16
 # The fewest columns of a data gradient's tile: W is read along its strided axis.
 LEAST_COLUMNS = 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class SplitRule:
+    """How many splits fill the SMs.
+
+    Operands whose rows are not aligned are read in small pieces, so that ``unaligned_programs`` times as many programs
+    wait for memory at once. If one wave of programs keeps less than ``filled_share`` of the SMs busy, splits of at
+    least ``long_split`` blocks run in several waves.
+    """
+
+    unaligned_programs: int
+    filled_share: float
+    long_split: int
+
+
+SPLIT_RULE = fitted("linear", SplitRule)
 
 
 @dataclass(frozen=True)
@@ -212,7 +225,7 @@ def plan(problem: LinearProblem, device: Device, backend: str = "auto") -> Linea
         "weight_gradient": weight,
     }
     if not in_kernels:
-        few_rows = device.preferences is not None and device.preferences.dependent_rows >= p.M
+        few_rows = device.preferences is not None and device.preferences.data_gradient_first_rows >= p.M
         both = p.needs_data_gradient and p.needs_weight_gradient
         why = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
         return LinearPlan(
@@ -296,11 +309,11 @@ def choose_splits(product: Product, tiles: SplitTiles, sms: int, wanted: int = 0
 def _filling_splits(product: Product, tiles: SplitTiles, blocks: int, sms: int) -> int:
     """As many as fill the SMs once or, where too few fit in, up to four times, if these are long."""
     programs = -(-product.M // tiles.block_m) * -(-product.N // tiles.block_n)
-    at_once = sms * tiles.programs * (1 if product.aligned else UNALIGNED_PROGRAMS)
+    at_once = sms * tiles.programs * (1 if product.aligned else SPLIT_RULE.unaligned_programs)
     once = max(1, min(at_once // programs, blocks // tiles.shortest_split))
 
     def filled(splits: int) -> float:
         return programs * splits / (-(-programs * splits // at_once) * at_once)
 
-    choices = [once, *[s for s in splits_of_full_waves(programs, at_once, blocks // LONG_SPLIT) if s > once]]
-    return next((splits for splits in choices if filled(splits) >= FILLED), max(choices, key=filled))
+    choices = [once, *[s for s in splits_of_full_waves(programs, at_once, blocks // SPLIT_RULE.long_split) if s > once]]
+    return next((splits for splits in choices if filled(splits) >= SPLIT_RULE.filled_share), max(choices, key=filled))

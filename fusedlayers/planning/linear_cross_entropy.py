@@ -36,8 +36,8 @@ from .devices import Device
 from .texts import sm90_text, tiles_text
 
 # Rows of logits are a multiple of so many elements long. Products of a vocabulary that divides into no vectors of 16
-# bytes read a copy of the weight with as many rows: on an H200 those of GPT-2's 50,257 columns ran at 95 to 130 TFLOP/s
-# whatever the stride of the rows of logits, those of 50,304 at 600 to 730.
+# bytes read a copy of the weight with as many rows: the fast kernels of cuBLAS ask for whole vectors of the weight's
+# rows, whatever the stride of the rows of logits.
 ALIGNED_COLUMNS = 64
 VECTOR_BYTES = 16
 # Programs of the generic fused kernel that run on an SM at once.

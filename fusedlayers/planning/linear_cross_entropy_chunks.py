@@ -2,32 +2,52 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
+
+from .measured import fitted
 
 if TYPE_CHECKING:
     from .linear_cross_entropy import LossProblem
 
 # Chunks are multiples of so many tokens: whole tiles of torch's products.
 TOKEN_STEP = 128
-# Tokens of a chunk, whose logits are within these bytes. Every chunk adds its part of dW to a sum, which is read and
-# written for that: on an H200 two chunks of 2,048 tokens took 12 to 14 % longer than one of 4,096, for 2048 × 32,000
-# and 768 × 50,257, and one of 8,192 no less than two of 4,096.
-CHUNK_TOKENS = 4096
-SMALLEST_CHUNK, LARGEST_CHUNK = 176 * 2**20, 1224 * 2**20
-# Bytes of the gradient of some columns of the logits, with ``recompute`` and without, and the step of their number, a
-# whole tile. Every part reads and writes the float32 sum of dx: on an H100 parts of 64 MiB took 3 to 25 % longer than
-# parts of 512 MiB, at five published sizes, and parts of 1,024 MiB no less.
-FEW_COLUMNS_BYTES, COLUMNS_BYTES = 64 * 2**20, 512 * 2**20
+# Parts of the vocabulary are multiples of so many columns: whole tiles.
 COLUMN_STEP = 256
-# Without dW nothing is added up, and the products are as fast from some hundred tokens on.
-CHUNK_WITHOUT_WEIGHT_GRADIENT = 128 * 2**20
-# Where some thousand tokens have so few elements of dx, it has fewer tiles than a large GPU has SMs. cuBLAS then cuts
-# the axis that the product sums over, and adds up parts that were rounded to 16 bits; for a float32 result it does not.
-SMALL_DATA_GRADIENT, SOME_TOKENS = 2**21, 2048
-# The sum of dW over chunks is float32, but for two chunks whose float32 sum would take so many bytes: what the first
-# one gives is rounded to the dtype of dW, so that it is the shorter one.
-LARGE_SUM, ROUNDED_CHUNKS = 3 * 2**29, 2
+# The sum of dW over chunks is float32, but for so many chunks whose float32 sum would be large: what the first one
+# gives is rounded to the dtype of dW, so that it is the shorter one.
+ROUNDED_CHUNKS = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChunkSizes:
+    """How large chunks and parts are, and which results are large or small.
+
+    A chunk has ``chunk_tokens``, as far as the bytes of its logits are from ``smallest_chunk`` to ``largest_chunk``:
+    each chunk reads and writes the sum of dW. ``chunk_without_weight_gradient`` are its bytes where there is no such
+    sum.
+
+    ``columns_bytes`` are the bytes of a part's gradient, without ``recompute`` and with it: each part reads and writes
+    the float32 sum of dx.
+
+    If ``some_tokens`` have at most ``small_data_gradient`` elements of dx, it has fewer tiles than a large GPU has SMs.
+    cuBLAS then splits the axis that the product sums over, and adds up parts that were rounded to 16 bits; it does not
+    for a float32 result.
+
+    A float32 sum of dW of more than ``large_sum`` bytes is large.
+    """
+
+    chunk_tokens: int
+    smallest_chunk: int
+    largest_chunk: int
+    chunk_without_weight_gradient: int
+    columns_bytes: tuple[int, int]
+    small_data_gradient: int
+    some_tokens: int
+    large_sum: int
+
+
+SIZES = fitted("linear_cross_entropy", ChunkSizes)
 
 
 def choose_rows(problem: LossProblem) -> int:
@@ -40,12 +60,12 @@ def choose_rows(problem: LossProblem) -> int:
     )
     row_bytes = p.element_bytes * p.padded_columns
     if p.needs_weight_gradient:
-        limit = min(LARGEST_CHUNK, max(SMALLEST_CHUNK, CHUNK_TOKENS * row_bytes))
-        if p.M * row_bytes <= min(LARGEST_CHUNK, limit + 2 * p.V * p.K):
+        limit = min(SIZES.largest_chunk, max(SIZES.smallest_chunk, SIZES.chunk_tokens * row_bytes))
+        if p.M * row_bytes <= min(SIZES.largest_chunk, limit + 2 * p.V * p.K):
             # A single chunk needs no sum, and no more memory than several with theirs.
-            limit = LARGEST_CHUNK
+            limit = SIZES.largest_chunk
     else:
-        limit = CHUNK_WITHOUT_WEIGHT_GRADIENT
+        limit = SIZES.chunk_without_weight_gradient
     if p.workspace_limit:
         # What the user allows is for the sum of dW, too, where more chunks than two need one.
         limit = p.workspace_limit - p.pad_bytes
@@ -61,7 +81,7 @@ def choose_rows(problem: LossProblem) -> int:
 def choose_columns(problem: LossProblem) -> int:
     """Columns of the logits whose gradient is in memory at once on the fused path: whole tiles."""
     p = problem
-    limit = FEW_COLUMNS_BYTES if p.recompute else COLUMNS_BYTES
+    limit = SIZES.columns_bytes[p.recompute]
     if p.workspace_limit:
         limit = p.workspace_limit - 4 * p.M * p.K * (p.needs_data_gradient and p.format.narrow)
     columns = max(COLUMN_STEP, limit // (p.element_bytes * p.M) // COLUMN_STEP * COLUMN_STEP)
@@ -74,7 +94,7 @@ def choose_columns(problem: LossProblem) -> int:
 def wide_part(problem: LossProblem, columns: int) -> bool:
     """Whether so many rows of dW are float32 until they are rounded: cuBLAS cuts the product, as one of a small dx."""
     p = problem
-    return p.needs_weight_gradient and p.format.narrow and columns * p.K <= SMALL_DATA_GRADIENT
+    return p.needs_weight_gradient and p.format.narrow and columns * p.K <= SIZES.small_data_gradient
 
 
 def part_bytes(problem: LossProblem, columns: int) -> int:
@@ -111,13 +131,13 @@ def needs_wide_sum(problem: LossProblem, chunks: int) -> bool:
 def rounds_first_chunk(problem: LossProblem) -> bool:
     """Whether two chunks do without a float32 sum of dW."""
     p = problem
-    return p.needs_weight_gradient and not p.deferred and p.format.narrow and 4 * p.V * p.K > LARGE_SUM
+    return p.needs_weight_gradient and not p.deferred and p.format.narrow and SIZES.large_sum < 4 * p.V * p.K
 
 
 def wide_data_gradient(problem: LossProblem) -> bool:
     """Whether dx is float32 until the backward pass rounds it."""
     p = problem
-    small = min(p.M, SOME_TOKENS) * p.K <= SMALL_DATA_GRADIENT
+    small = min(p.M, SIZES.some_tokens) * p.K <= SIZES.small_data_gradient
     return p.needs_data_gradient and (p.deferred or (p.format.narrow and small))
 
 

@@ -19,13 +19,22 @@ from .call import Call, Decision, Facts, Yields, direction, no_kernels
 from .choosing import choose
 from .devices import PARTIALS_LIMIT, Device, filling_splits
 from .gemm_reduce import reduce_text
+from .measured import fitted
 from .record import TORCH
 
-# Programs that a split aims at for every SM, and the fewest steps of a split that are worth its partial.
-FORWARD_PROGRAMS = 2
-QUERY_GRADIENT_PROGRAMS = 8
-DOCUMENT_GRADIENT_PROGRAMS = 2
-SHORTEST_SPLIT = 4
+
+@dataclass(frozen=True, kw_only=True)
+class SplitRule:
+    """How many splits there are: as many as make so many programs for every SM, none shorter than is worth it."""
+
+    forward_programs: int
+    query_gradient_programs: int
+    document_gradient_programs: int
+    shortest_split: int  # in steps; a shorter one is not worth its partial
+    unsplit_share: float  # of the SMs: with a tile for so many, the warp-specialised kernel, which has no splits, runs
+
+
+SPLIT_RULE = fitted("maxsim", SplitRule)
 
 
 @dataclass(frozen=True)
@@ -138,7 +147,7 @@ def plan(problem: MaxSimProblem, device: Device, backend: str = "auto") -> MaxSi
 
 def _splits(programs: int, wanted: int, steps: int, partial_bytes: int) -> int:
     """As many as make up to ``wanted`` programs; none has so few steps that its partial does not pay."""
-    return filling_splits(programs, wanted, -(-steps // SHORTEST_SPLIT), partial_bytes)
+    return filling_splits(programs, wanted, -(-steps // SPLIT_RULE.shortest_split), partial_bytes)
 
 
 def choose_chunk(problem: MaxSimProblem) -> int:
@@ -153,7 +162,7 @@ def _kernels(problem: MaxSimProblem, device: Device) -> dict[str, Any]:
     forward, gather, one_hot = reduce_config(*facts), gather_config(*facts), one_hot_config(*facts)
     chunk = choose_chunk(p)
     maxima = 4 * chunk * p.query_tokens
-    rows, steps, programs = forward.block_p, -(-p.document_length // forward.block_r), FORWARD_PROGRAMS
+    rows, steps, programs = forward.block_p, -(-p.document_length // forward.block_r), SPLIT_RULE.forward_programs
     if device.backend_for(p.dtype) != GENERIC:
         costly = p.training or p.document_layout == "masked"
         sm90 = sm90_reduce_config(p.query_tokens, p.document_length, p.K, sms, costly)
@@ -166,7 +175,7 @@ def _kernels(problem: MaxSimProblem, device: Device) -> dict[str, Any]:
     if p.needs_query_gradient:
         columns, partial = -(-p.K // gather.block_k), 4 * p.query_tokens * p.K
         found = _splits(
-            -(-p.query_tokens // gather.block_p) * columns, QUERY_GRADIENT_PROGRAMS * sms,
+            -(-p.query_tokens // gather.block_p) * columns, SPLIT_RULE.query_gradient_programs * sms,
             -(-p.documents // gather.documents), partial,
         )  # fmt: skip
         options |= {"query_gradient_tiles": gather, "query_gradient_splits": found}
@@ -178,10 +187,12 @@ def _kernels(problem: MaxSimProblem, device: Device) -> dict[str, Any]:
         one_hot = replace(one_hot, sm90=pipeline)
         columns, partial = -(-p.K // one_hot.block_k), 4 * p.document_tokens * p.K
         found = _splits(
-            p.documents * -(-p.document_length // one_hot.block_l) * columns, DOCUMENT_GRADIENT_PROGRAMS * sms,
+            p.documents * -(-p.document_length // one_hot.block_l) * columns,
+            SPLIT_RULE.document_gradient_programs * sms,
             -(-p.query_tokens // one_hot.block_p), partial,
         )  # fmt: skip
-        if pipeline is not None and 4 * p.documents * -(-p.document_length // (2 * CONSUMER_ROWS)) >= sms:
+        sm90_tiles = p.documents * -(-p.document_length // (2 * CONSUMER_ROWS))
+        if pipeline is not None and sm90_tiles >= SPLIT_RULE.unsplit_share * sms:
             found = 1  # the warp-specialised kernel has no splits
         options |= {"document_gradient_tiles": one_hot, "document_gradient_splits": found}
         workspace = max(workspace, found * partial if found > 1 else 0)

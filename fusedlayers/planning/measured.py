@@ -1,6 +1,10 @@
-"""What was measured of kernels beside one another, by architecture: which of them a path takes, never which path.
+"""The fitted numbers: which of several kernels a path takes, with which tiles and splits.
 
-It lies in ``data/kernels.json``. An architecture that is not in it takes the costs of one that is, and no preference.
+They choose no path, with one exception: no record says what products in 8 bits take, so that their limits are here.
+
+They lie in ``data/kernels.json``, those that were measured together beside ``why``: where and when. Those of
+``operations`` hold on every GPU; the file of an operation says what they mean. An architecture that is not in
+``architectures`` takes the tile costs of one that is, and no preference.
 """
 
 import json
@@ -8,9 +12,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 PATH = Path(__file__).parent / "data" / "kernels.json"
+
+_Numbers = TypeVar("_Numbers")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,8 +47,8 @@ class Preferences:
     Without a gate and up to ``widest_staying`` (O, N), programs that stay in one column of tiles are faster if as many
     programs in each column keep at least the share ``least_staying`` of the SMs busy.
 
-    A kernel of a linear layer with up to ``dependent_rows`` starts while the one before it still runs. From
-    ``padded_from`` elements of x and W on (launched one by one, in a CUDA graph), torch's gradients are faster if dz
+    In a CUDA graph torch's gradients of a linear layer with up to ``data_gradient_first_rows`` are faster if dx comes
+    before dW. From ``padded_from`` elements of x and W on (launched one by one, in a CUDA graph), they are faster if dz
     and W are padded to whole vectors of columns.
     """
 
@@ -53,32 +59,46 @@ class Preferences:
     wide_gradient_from: int
     widest_staying: tuple[int, int]
     least_staying: float
-    dependent_rows: int
+    data_gradient_first_rows: int
     padded_from: tuple[int, int]
+
+
+def fitted(operation: str, numbers: type[_Numbers]) -> _Numbers:
+    """The ``numbers`` of an operation, a dataclass. Its file calls this once, when it is imported.
+
+    Raises:
+        TypeError: a field is not in the data, or the data names another one.
+    """
+    return numbers(**_values(_read()["operations"][operation]))
 
 
 @cache
 def preferences(architecture: str) -> Preferences | None:
     """Those of an architecture; None where nothing was measured."""
-    found = _read().get(architecture)
-    if found is None:
-        return None
-    values: dict[str, Any] = {
-        name: {int(multiple): width for multiple, width in value.items()} if isinstance(value, dict) else value
-        for name, value in found.items()
-        if name != "tile_costs"
-    }
-    return Preferences(**values)
+    found = _read()["architectures"].get(architecture)
+    return None if found is None else Preferences(**_values(found["preferences"]))
 
 
 @cache
 def tile_costs(architecture: str) -> TileCosts:
     """Those of an architecture, or of the first one that has some."""
-    known = _read()
-    return TileCosts(**known.get(architecture, next(iter(known.values())))["tile_costs"])
+    known = _read()["architectures"]
+    return TileCosts(**_values(known.get(architecture, next(iter(known.values())))["tile_costs"]))
 
 
 @cache
-def _read() -> dict[str, dict[str, Any]]:
-    found: dict[str, dict[str, Any]] = json.loads(PATH.read_text())
+def _read() -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(PATH.read_text())
     return found
+
+
+def _values(measurements: list[dict[str, Any]]) -> dict[str, Any]:
+    """All numbers, without their reasons."""
+    return {name: _value(value) for each in measurements for name, value in each.items() if name != "why"}
+
+
+def _value(value: Any) -> Any:
+    # JSON has neither tuples nor keys that are numbers.
+    if isinstance(value, dict):
+        return {int(key): each for key, each in value.items()}
+    return tuple(value) if isinstance(value, list) else value

@@ -13,13 +13,22 @@ from ..kernels.tuning.grouped_gemm import GroupedTiles, product_tiles
 from .call import Call, Decision, Facts, no_kernels
 from .choosing import choose
 from .devices import PARTIALS_LIMIT, Device, splits_of_full_waves
-from .measured import TileCosts
+from .measured import TileCosts, fitted
 from .record import LAUNCHED, REPLAYED
 from .texts import tiles_text
 
-# A split shorter than this many row blocks spends more on its partial than on its products.
-SHORTEST_SPLIT = 4
+# A bound of partials, besides their bytes.
 MOST_SPLITS = 256
+
+
+@dataclass(frozen=True, kw_only=True)
+class SplitRule:
+    """Which splits pay."""
+
+    shortest_split: int  # in row blocks; a shorter one spends more on its partial than on its products
+
+
+SPLIT_RULE = fitted("weight_gradient", SplitRule)
 
 
 @dataclass(frozen=True)
@@ -152,8 +161,8 @@ def choose_pipeline(problem: WeightGradientProblem, sms: int, costs: TileCosts) 
 
 
 def most_splits(problem: WeightGradientProblem, row_block: int) -> int:
-    """The most row ranges: none shorter than ``SHORTEST_SPLIT`` blocks, and partials within their limit."""
-    longest = -(-problem.M // (row_block * SHORTEST_SPLIT))
+    """The most row ranges: none shorter than pays, and partials within their limit."""
+    longest = -(-problem.M // (row_block * SPLIT_RULE.shortest_split))
     return max(1, min(longest, MOST_SPLITS, PARTIALS_LIMIT // problem.partial_bytes))
 
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import strategies
 
 from fusedlayers.planning import Device, ffn_chunked, plan
-from fusedlayers.planning.ffn_chunked import LEAST_WORKSPACE, MOST_ROWS
+from fusedlayers.planning.ffn_chunked import CHUNK_RULE, LEAST_WORKSPACE
 from tests.planning.test_paths import DEVICES, H200, NO_TRITON, SM90, TRAINING
 
 GATED = pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
@@ -36,7 +36,7 @@ def test_chunks_take_at_most_eight_times_x(size: tuple[int, int, int], gated: bo
             assert made.path == "chunked"
             assert 0 < made.workspace_bytes <= max(8 * x, LEAST_WORKSPACE)
             assert made.saved_bytes == x
-            assert made.chunks.rows <= min(M // 2, MOST_ROWS)
+            assert made.chunks.rows <= min(M // 2, CHUNK_RULE.most_rows)
             assert made.chunks.hidden_columns <= made.chunks.columns < N
             assert made.chunks.columns <= max(N // 2 + 128, 2 * K)
             if made.chunks.hidden_in_dx:

@@ -10,7 +10,7 @@ import pytest
 
 from fusedlayers import planning
 from fusedlayers.planning import CARDS, Device, Float8LinearProblem, Float8Plan, Float8Problem, LinearProblem, Problem
-from fusedlayers.planning.float8 import LEAST_FLOPS
+from fusedlayers.planning.float8 import LIMITS
 
 H100 = CARDS["H100"]
 GENERIC = replace(H100, backend="generic")
@@ -106,7 +106,7 @@ def test_what_of_a_call_8_bits_cannot_give() -> None:
 
 
 def test_fewer_flops_inside_of_a_graph() -> None:
-    rows = LEAST_FLOPS[1] // (2 * SIZES["K"] * SIZES["N"])
+    rows = LIMITS.least_flops[1] // (2 * SIZES["K"] * SIZES["N"])
     assert planning.plan(ffn(M=rows), H100).path == "bf16"
     assert planning.plan(ffn(M=rows, captured=True), H100).path == "float8"
     assert planning.plan(ffn(M=rows - 1, captured=True), H100).path == "bf16"

@@ -18,10 +18,8 @@ from fusedlayers.kernels.tuning.cross_entropy import generic_shares, sm90_shares
 from fusedlayers.planning import Device, plan
 from fusedlayers.planning.linear_cross_entropy import LossPlan, LossProblem
 from fusedlayers.planning.linear_cross_entropy_chunks import (
-    CHUNK_WITHOUT_WEIGHT_GRADIENT,
     COLUMN_STEP,
-    LARGEST_CHUNK,
-    SMALLEST_CHUNK,
+    SIZES,
     TOKEN_STEP,
     even_rows,
     rounds_first_chunk,
@@ -79,11 +77,11 @@ def test_chunks_are_even_and_within_their_bytes(M: int, K: int, V: int, dtype: s
         if not (made.chunks == 2 and rounds_first_chunk(problem)):
             assert made.chunks * (made.rows - TOKEN_STEP) < M
         row_bytes = problem.element_bytes * problem.padded_columns
-        limit = LARGEST_CHUNK if problem.needs_weight_gradient else CHUNK_WITHOUT_WEIGHT_GRADIENT
+        limit = SIZES.largest_chunk if problem.needs_weight_gradient else SIZES.chunk_without_weight_gradient
         assert made.rows * row_bytes <= max(limit, TOKEN_STEP * row_bytes)
         if problem.needs_weight_gradient and made.chunks > 1:
             # Many short chunks would add to the sum of dW again and again.
-            assert (made.rows + TOKEN_STEP) * row_bytes * 2 > SMALLEST_CHUNK
+            assert (made.rows + TOKEN_STEP) * row_bytes * 2 > SIZES.smallest_chunk
         rounded = dtype == "float32" or made.chunks == 1 or (made.chunks == 2 and V * K >= 2**29)
         wide = problem.needs_weight_gradient and (problem.deferred or not rounded)
         assert made.wide_sum == wide

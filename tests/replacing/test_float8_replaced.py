@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -94,7 +95,7 @@ def test_what_runs_in_8_bits_and_back(model: Model) -> None:
 
 
 def test_where_nothing_runs_in_8_bits_the_report_says_so(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(planning, "LEAST_WIDTH", 32)
+    monkeypatch.setattr(planning, "LIMITS", replace(planning.LIMITS, least_width=32))
     given = tokens()
     with torch.no_grad():
         expected = model(given)

@@ -20,8 +20,8 @@ from fusedlayers.kernels.float8 import Scaled
 from fusedlayers.planning import float8 as planning
 from fusedlayers.reference import float8 as reference
 
-# Widths of auto mode here; a product of so many FLOPs is not too small.
-LEAST_WIDTH, LEAST_FLOPS = 32, (2**15, 2**15)
+# Of auto mode here: tests are too small for its own.
+LIMITS = planning.Limits(least_width=32, least_flops=(2**15, 2**15), least_reuse=0)
 HOPPER = {"kind": "cuda", "name": "H100", "architecture": "sm_90", "sms": 132, "triton": True, "backend": "sm90"}
 
 
@@ -96,9 +96,7 @@ def in_8_bits() -> Iterator[Counter[str]]:
     with ExitStack() as stack:
         stack.enter_context(assumed(**HOPPER))
         for place, name, value in (
-            (planning, "LEAST_WIDTH", LEAST_WIDTH),
-            (planning, "LEAST_FLOPS", LEAST_FLOPS),
-            (planning, "LEAST_REUSE", 0),
+            (planning, "LIMITS", LIMITS),
             (float8, "quantise_rows", rows),
             (float8, "quantise_transposed", transposed),
             (float8, "transposed_pair", counted("pairs", transposed_pair)),

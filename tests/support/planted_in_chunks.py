@@ -55,7 +55,7 @@ CHUNKS: tuple[Fault, ...] = (
     ),
     _fault(
         "chunks as large as half of the tokens", _PLAN,
-        "most = max(1, min(most, tokens // 2, MOST_ROWS))", "most = max(1, tokens // 2)",
+        "most = max(1, min(most, tokens // 2, CHUNK_RULE.most_rows))", "most = max(1, tokens // 2)",
         "functional/test_ffn_chunked the_allocator_never_gives_a_hidden",
     ),
 )  # fmt: skip
