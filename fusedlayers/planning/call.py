@@ -107,6 +107,36 @@ class Call:
         return self.plan(device, "torch").saved_bytes
 
     @property
+    def training(self) -> bool:
+        """Whether gradients will be asked for."""
+        raise NotImplementedError
+
+    @property
+    def passes(self) -> str:
+        """The passes of the call, in words."""
+        return "forward and backward" if self.training else "forward"
+
+    def why_no_kernels(self, device: Device) -> str | None:
+        """Why no kernel of the operation runs on this device with these operands, or None."""
+        if not device.triton:
+            if device.kind == "cuda":
+                return "Triton is not installed"
+            return f"the kernels need a CUDA or ROCm GPU, and the tensors are on device type {device.kind}"
+        if device.why_no_kernels:
+            return device.why_no_kernels
+        if self.subclass:
+            return f"an operand is a {self.subclass}, which only torch's own operations understand"
+        if (dtype := vars(self)["dtype"]) not in KERNEL_DTYPES:
+            return f"the kernels take {', '.join(KERNEL_DTYPES)}, not {dtype}"
+        return "there is nothing to compute" if self.empty else None
+
+    def activation_accuracy(self, device: Device) -> str:
+        """The accuracy that kernels compute activations with: one of ``kernels.activations.ACCURACIES``."""
+        accuracy: str = self.format.accuracy
+        # The coarse accuracy is a hardware instruction.
+        return "half" if accuracy == "coarse" and not has_tanh(device.architecture) else accuracy
+
+    @property
     def element_bytes(self) -> int:
         """The size of an operand's elements; every operation has their ``dtype``, at its own place among its sizes."""
         return FORMATS.get(vars(self)["dtype"], UNKNOWN).bytes
@@ -186,7 +216,7 @@ class Decision:
         """One sentence: what runs, and what that gains, or why torch runs."""
         if self.path == "torch":
             return f"Runs through torch: {in_brackets(self.why_torch(device))}."
-        passes = f", {direction(self.problem)}" if self.has_passes else ""
+        passes = f", {self.problem.passes}" if self.has_passes else ""
         gain = self.gain(device)
         return f"Runs {self.runs()}{passes}{f': {in_brackets(gain)}' if gain else ''}."
 
@@ -264,21 +294,6 @@ NOT_ON_RECORD = f"nothing like it was measured: {CALIBRATE} does that, FUSEDLAYE
 KERNEL_PATHS = ("fused", "epilogue")
 
 
-def no_kernels(problem: Any, device: Device) -> str | None:
-    """Why no kernel of the operation runs on this device with these operands, or None."""
-    if not device.triton:
-        if device.kind == "cuda":
-            return "Triton is not installed"
-        return f"the kernels need a CUDA or ROCm GPU, and the tensors are on device type {device.kind}"
-    if device.why_no_kernels:
-        return device.why_no_kernels
-    if problem.subclass:
-        return f"an operand is a {problem.subclass}, which only torch's own operations understand"
-    if problem.dtype not in KERNEL_DTYPES:
-        return f"the kernels take {', '.join(KERNEL_DTYPES)}, not {problem.dtype}"
-    return "there is nothing to compute" if problem.empty else None
-
-
 def unmeasured(device: Device) -> str | None:
     """Why auto mode takes no kernel on this device, or None."""
     if device.record is not None:
@@ -302,20 +317,8 @@ def not_measured(problem: Any, device: Device) -> str | None:
 
 def why_never_kernels(problem: Any, device: Device, backend: str) -> str | None:
     """Why no kernel runs ``problem`` on this device at any size, given the user's wish; None where some may."""
-    if (reason := no_kernels(problem, device)) is not None:
+    if (reason := problem.why_no_kernels(device)) is not None:
         return reason
     if backend == "torch":
         return SET_TO_TORCH
     return not_measured(problem, device) if backend == "auto" else None
-
-
-def direction(problem: Any) -> str:
-    """The passes of a call, in words."""
-    return "forward and backward" if problem.training else "forward"
-
-
-def activation_accuracy(problem: Any, device: Device) -> str:
-    """The accuracy that kernels compute activations with: one of ``kernels.activations.ACCURACIES``."""
-    accuracy: str = problem.format.accuracy
-    # The coarse accuracy is a hardware instruction.
-    return "half" if accuracy == "coarse" and not has_tanh(device.architecture) else accuracy

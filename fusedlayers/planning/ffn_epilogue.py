@@ -19,7 +19,7 @@ from ..kernels.tuning import (
 )
 from ..kernels.tuning.dtypes import GENERIC
 from . import hidden_gradient
-from .call import VECTOR, Facts, no_kernels
+from .call import VECTOR, Facts
 from .devices import Device
 from .hidden_gradient import HiddenGradientPlan, HiddenGradientProblem, epilogue_text
 
@@ -133,7 +133,7 @@ def why_unsupported(problem: Any, device: Device) -> str | None:
     """Why the path cannot run ``problem``, or None."""
     if problem.recompute is True:
         return "it keeps pre-activations, which recompute=True forbids"
-    return no_kernels(problem, device)
+    return problem.why_no_kernels(device)
 
 
 def why_generic(problem: Any, device: Device) -> str | None:

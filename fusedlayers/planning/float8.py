@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from ..kernels.tuning import EPILOGUE_PIPELINES, EpiloguePipeline
 from ..kernels.tuning.dtypes import GENERIC
-from .call import Call, Decision, Facts, activation_accuracy, no_kernels
+from .call import Call, Decision, Facts
 from .devices import Device, floor_seconds
 from .gemm_gemm import Problem
 from .linear import LinearProblem
@@ -220,7 +220,7 @@ def plan(problem: Any, device: Device, backend: str = "auto") -> Float8Plan:
             "gradient_pipeline": EPILOGUE_PIPELINES["scaled_hidden_gradient", p.gated] if ffn and p.training else None,
             "product_pipeline": EPILOGUE_PIPELINES["scaled_product", False],
             "weight_gradient": getattr(plain, "weight_gradient", None),
-            "accuracy": activation_accuracy(p, device),
+            "accuracy": p.activation_accuracy(device),
             "saved_bytes": p.kept_elements * p.element_bytes * p.training if ffn else plain.saved_bytes,
             "workspace_bytes": p.workspace_bytes,
             "floor_seconds": floor_seconds(
@@ -245,7 +245,7 @@ def why_not(problem: Any, device: Device, backend: str = "auto") -> str | None:
     p = problem
     if backend == "torch":
         return "the backend is set to torch"
-    if (reason := no_kernels(p, device)) is not None:
+    if (reason := p.why_no_kernels(device)) is not None:
         return reason
     if device.backend == GENERIC:
         return "products in 8 bits are warp-specialised kernels, and these do not run here"

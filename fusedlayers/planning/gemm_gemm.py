@@ -9,18 +9,7 @@ from typing import Any, ClassVar
 
 from ..kernels.tuning import CONSUMER_ROWS, StoredConfig, TileConfig, hidden_stride, padded_width
 from . import ffn_chunked, ffn_epilogue, reassociating
-from .call import (
-    NO_OTHER_PATH,
-    SET_TO_TORCH,
-    Call,
-    Decision,
-    Facts,
-    Yields,
-    activation_accuracy,
-    direction,
-    no_kernels,
-    not_measured,
-)
+from .call import NO_OTHER_PATH, SET_TO_TORCH, Call, Decision, Facts, Yields, not_measured
 from .choosing import Choice, choose
 from .costs import gemm_units, kept_by_torch, saved_bytes
 from .devices import Device
@@ -135,7 +124,7 @@ class Problem(Call):
             sizes = f"B={self.batch} M={self.M} K={self.K} N={self.N} O={self.O}"
         else:
             sizes = f"M={self.M} (tokens) K={self.K} (d_model) N={self.N} (d_ff) O={self.O}"
-        return f"{sizes}, {self.dtype}, {direction(self)}"
+        return f"{sizes}, {self.dtype}, {self.passes}"
 
     @property
     def tokens(self) -> int:
@@ -242,7 +231,7 @@ def _plan(problem: Problem, device: Device, backend: str) -> Plan:
             choice = reassociating.choose(problem, device, choice)
         return plan_on(problem, device, choice, not_fused)
     # The kernels of the epilogue path hold an FFN of any width, whole or in chunks.
-    unsupported = no_kernels(problem, device)
+    unsupported = problem.why_no_kernels(device)
     if problem.recompute is True:
         # Chunks keep no pre-activations, so that the same kernels may compute them. Where these were measured, torch's
         # operations took longer in chunks at every width.
@@ -264,7 +253,7 @@ def _plan(problem: Problem, device: Device, backend: str) -> Plan:
 
 def why_unsupported(problem: Problem, device: Device) -> str | None:
     """Why the fused kernels cannot run this problem, or None."""
-    if (reason := no_kernels(problem, device)) is not None:
+    if (reason := problem.why_no_kernels(device)) is not None:
         return reason
     width = max(problem.K, problem.O)
     for kernel in problem.kernels:
@@ -319,7 +308,7 @@ def _passes(tiles: TileConfig) -> int:
 def _fused(problem: Problem, device: Device) -> dict[str, Any]:
     """Tiles, splits and workspace of the fused kernels."""
     options: dict[str, Any] = {f"{kernel}_tiles": chosen_tiles(kernel, problem, device) for kernel in problem.kernels}
-    options["accuracy"] = activation_accuracy(problem, device)
+    options["accuracy"] = problem.activation_accuracy(device)
     splits, workspace = 1, 0
     if problem.needs_weight_gradient:
         options["splits"] = splits = choose_splits(problem, device, options["weight_gradient_tiles"])
@@ -342,7 +331,7 @@ def _epilogue(problem: Problem, device: Device) -> dict[str, Any]:
         # the place of the pre-activations in the last backward pass over a graph that no compiler made.
         own = 0 if ffn_epilogue.in_place(problem, device, epilogue) and not problem.compiled else parts
         workspace = max(workspace, (own + 1) * padded_bytes + epilogue.gradient.workspace_bytes)
-    return {"epilogue": epilogue, "accuracy": activation_accuracy(problem, device), "workspace_bytes": workspace}
+    return {"epilogue": epilogue, "accuracy": problem.activation_accuracy(device), "workspace_bytes": workspace}
 
 
 def _chunked(problem: Problem, device: Device, kernels: bool) -> dict[str, Any]:
@@ -351,7 +340,7 @@ def _chunked(problem: Problem, device: Device, kernels: bool) -> dict[str, Any]:
     options: dict[str, Any] = {"chunks": chunks, "workspace_bytes": chunks.workspace_bytes}
     if kernels:
         epilogue = ffn_epilogue.plan(problem, device, chunks.hidden_columns, summed=True)
-        options |= {"epilogue": epilogue, "accuracy": activation_accuracy(problem, device)}
+        options |= {"epilogue": epilogue, "accuracy": problem.activation_accuracy(device)}
     return options
 
 

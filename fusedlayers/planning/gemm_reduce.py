@@ -16,7 +16,7 @@ from ..kernels.tuning import (
     sm90_reduce_config,
 )
 from ..kernels.tuning.dtypes import GENERIC
-from .call import NOT_ON_RECORD, Call, Decision, Facts, Yields, direction, no_kernels
+from .call import NOT_ON_RECORD, Call, Decision, Facts, Yields
 from .choosing import Choice, choose
 from .costs import SAVED_FOR_SLOPE, SLOPE_FROM_VALUE
 from .devices import PARTIALS_LIMIT, Device, filling_splits
@@ -114,7 +114,7 @@ class ReduceProblem(Call):
     @property
     def described(self) -> str:
         sizes = f"B={self.batch} kept {self.kept} reduced {self.reduced} K={self.K}"
-        return f"{sizes}, {self.dtype}, {direction(self)}"
+        return f"{sizes}, {self.dtype}, {self.passes}"
 
     def plan(self, device: Device, backend: str) -> "ReducePlan":
         return plan(self, device, backend)
@@ -149,7 +149,7 @@ class ReducePlan(Decision):
 
 def plan(problem: ReduceProblem, device: Device, backend: str = "auto") -> ReducePlan:
     """The path that runs ``problem`` on ``device``."""
-    unsupported = no_kernels(problem, device)
+    unsupported = problem.why_no_kernels(device)
     cannot = {"fused": unsupported, "algebraic": why_not_algebraic(problem)}
     able = cannot["algebraic"] is None
     if backend == "auto":

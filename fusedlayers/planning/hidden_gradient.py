@@ -16,7 +16,7 @@ from ..kernels.tuning import (
     epilogue_tiles,
 )
 from ..kernels.tuning.dtypes import GENERIC
-from .call import Call, Decision, Facts, activation_accuracy, no_kernels
+from .call import Call, Decision, Facts
 from .choosing import choose
 from .devices import PARTIALS_LIMIT, Device
 from .measured import Preferences
@@ -93,7 +93,7 @@ def plan(
 
     ``torch_multiplies``: where kernels run, their tiles are those of what follows torch's product.
     """
-    unsupported = no_kernels(problem, device)
+    unsupported = problem.why_no_kernels(device)
     choice = choose(problem, device, backend, {"fused": unsupported})
     p = problem
     parts = 2 if p.gated else 1
@@ -111,7 +111,7 @@ def plan(
             "tiles": tiles,
             "pipeline": pipeline,
             "row_tiles": row_tiles,
-            "accuracy": activation_accuracy(problem, device),
+            "accuracy": problem.activation_accuracy(device),
             "workspace_bytes": _sm90_partial_bytes(problem, pipeline)
             if pipeline is not None
             else _partial_bytes(problem, math.ceil(p.M / (row_tiles * tiles.block_m))),

@@ -5,7 +5,7 @@ from typing import Any, ClassVar, NamedTuple
 
 from ..kernels.tuning import SplitTiles, split_tiles, starts_early
 from . import weight_gradient
-from .call import NO_OTHER_PATH, VECTOR, Call, Decision, Facts, Yields, activation_accuracy, direction, no_kernels
+from .call import NO_OTHER_PATH, VECTOR, Call, Decision, Facts, Yields
 from .choosing import Choice, choose
 from .costs import SAVED_FOR_SLOPE, SLOPE_FROM_VALUE
 from .devices import PARTIALS_LIMIT, Device, floor_seconds, splits_of_full_waves
@@ -96,7 +96,7 @@ class LinearProblem(Call):
 
     @property
     def described(self) -> str:
-        return f"M={self.M} (rows) N={self.N} K={self.K}, {self.dtype}, {direction(self)}"
+        return f"M={self.M} (rows) N={self.N} K={self.K}, {self.dtype}, {self.passes}"
 
     def plan(self, device: Device, backend: str) -> "LinearPlan":
         return plan(self, device, backend)
@@ -184,7 +184,7 @@ class LinearPlan(Decision):
 def plan(problem: LinearProblem, device: Device, backend: str = "auto") -> LinearPlan:
     """The path that runs ``problem`` on ``device``."""
     p = problem
-    unsupported = no_kernels(problem, device)
+    unsupported = problem.why_no_kernels(device)
     if backend == "auto" and problem.asks_for_kernels:
         backend = "triton"
     forward, choice = plan_product(problem, Product(FORWARD, p.M, p.N, p.K), device, backend, unsupported)
@@ -241,7 +241,7 @@ def plan(problem: LinearProblem, device: Device, backend: str = "auto") -> Linea
         path="fused",
         reason=f"kernels that split what they sum over: {', '.join(in_kernels)}",
         rejected=tuple((f"kernels for the {name}", reason) for name, reason in reasons.items()),
-        accuracy=activation_accuracy(problem, device),
+        accuracy=problem.activation_accuracy(device),
         padded_columns=padded,
         dependent=starts_early(device.architecture),
         **options,

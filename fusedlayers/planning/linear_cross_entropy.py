@@ -30,7 +30,7 @@ from ..kernels.tuning.cross_entropy import (
 )
 from ..kernels.tuning.dtypes import GENERIC
 from . import linear_cross_entropy_chunks as cutting
-from .call import Call, Decision, Facts, Yields, direction, no_kernels
+from .call import Call, Decision, Facts, Yields
 from .choosing import choose
 from .devices import Device
 from .texts import sm90_text, tiles_text
@@ -142,7 +142,7 @@ class LossProblem(Call):
     @property
     def described(self) -> str:
         several = "" if self.positions is None else f" × {self.positions} positions"
-        return f"M={self.M} (tokens) K={self.K} V={self.V} (vocabulary){several}, {self.dtype}, {direction(self)}"
+        return f"M={self.M} (tokens) K={self.K} V={self.V} (vocabulary){several}, {self.dtype}, {self.passes}"
 
     def plan(self, device: Device, backend: str) -> "LossPlan":
         return plan(self, device, backend)
@@ -288,7 +288,7 @@ def logit_text(tiles: LogitTiles, ranges: int) -> str:
 
 def why_unsupported(problem: LossProblem, device: Device) -> str | None:
     """Why the kernel cannot run ``problem``, or None."""
-    if (reason := no_kernels(problem, device)) is not None:
+    if (reason := problem.why_no_kernels(device)) is not None:
         return reason
     if problem.positions is not None:
         return "the kernel takes one loss of each token, and a weight [V, K]"

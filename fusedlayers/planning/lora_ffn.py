@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from . import ffn_epilogue, gemm_gemm
-from .call import Call, direction, no_kernels
+from .call import Call
 from .choosing import choose
 from .costs import keeps_mask, mask_bytes, saved_bytes
 from .devices import Device, floor_seconds
@@ -82,7 +82,7 @@ class LoRAProblem(Problem):
         sizes = f"M={p.M} (tokens) K={p.K} (d_model) N={p.N} (d_ff) O={p.O}"
         gate = f", gate {p.rank_gate}" if p.gated else ""
         dropout = ", dropout in the adapters" if p.adapter_dropout else ""
-        return f"{sizes}, ranks up {p.rank_up}{gate}, down {p.rank_down}{dropout}, {p.dtype}, {direction(p)}"
+        return f"{sizes}, ranks up {p.rank_up}{gate}, down {p.rank_down}{dropout}, {p.dtype}, {p.passes}"
 
     def kept_by_torch(self, device: Device) -> int:
         # torch's own layers keep the masks of nn.Dropout.
@@ -95,7 +95,7 @@ class LoRAProblem(Problem):
 
 def plan(problem: LoRAProblem, device: Device, backend: str = "auto") -> Plan:
     """The path that runs ``problem`` on ``device``."""
-    unsupported = no_kernels(problem, device)
+    unsupported = problem.why_no_kernels(device)
     not_measured = ffn_epilogue.why_generic(problem, device) if backend == "auto" else None
     choice = choose(
         problem, device, backend, {"epilogue": unsupported or not_measured},

@@ -15,7 +15,7 @@ from ..kernels.tuning import (
     sm90_reduce_config,
 )
 from ..kernels.tuning.dtypes import GENERIC
-from .call import Call, Decision, Facts, Yields, direction, no_kernels
+from .call import Call, Decision, Facts, Yields
 from .choosing import choose
 from .devices import PARTIALS_LIMIT, Device, filling_splits
 from .gemm_reduce import reduce_text
@@ -82,7 +82,7 @@ class MaxSimProblem(Call):
     def described(self) -> str:
         queries = f"Q={self.queries} ({self.query_tokens} tokens, {self.query_layout})"
         documents = f"D={self.documents} ({self.document_tokens} tokens, {self.document_layout})"
-        return f"{queries} {documents} d={self.K}, {self.dtype}, {direction(self)}"
+        return f"{queries} {documents} d={self.K}, {self.dtype}, {self.passes}"
 
     def plan(self, device: Device, backend: str) -> "MaxSimPlan":
         return plan(self, device, backend)
@@ -122,7 +122,7 @@ class MaxSimPlan(Decision):
 
 def plan(problem: MaxSimProblem, device: Device, backend: str = "auto") -> MaxSimPlan:
     """The path that runs ``problem`` on ``device``."""
-    unsupported = no_kernels(problem, device)
+    unsupported = problem.why_no_kernels(device)
     choice = choose(problem, device, backend, {"fused": unsupported})
     p, element, by_kernels = problem, problem.element_bytes, choice.path != TORCH
     product = p.model_flops[0]

@@ -7,7 +7,7 @@ from ..kernels.tuning import EpiloguePipeline
 from ..kernels.tuning.dtypes import GENERIC
 from ..kernels.tuning.grouped_gemm import GroupedTiles, grouped_tiles, padded_rows, row_block
 from ..kernels.tuning.grouped_gemm_pipelines import BLOCK, GROUPED_PIPELINES, CooperativePipeline, GroupedPipeline
-from .call import Call, Decision, Facts, Yields, activation_accuracy, direction, no_kernels
+from .call import Call, Decision, Facts, Yields
 from .choosing import choose
 from .costs import hidden_copies
 from .devices import Device
@@ -83,7 +83,7 @@ class MoeProblem(Call):
     @property
     def described(self) -> str:
         sizes = f"M={self.M} (tokens) K={self.K} N={self.N} E={self.E} (experts) k={self.top_k}"
-        return f"{sizes}, {self.dtype}, {direction(self)}"
+        return f"{sizes}, {self.dtype}, {self.passes}"
 
     def plan(self, device: Device, backend: str) -> "MoePlan":
         return plan(self, device, backend)
@@ -145,7 +145,7 @@ def plan(problem: MoeProblem, device: Device, backend: str = "auto") -> MoePlan:
     if choice.path != TORCH:
         options = {
             **tiles(problem, device),
-            "accuracy": activation_accuracy(problem, device),
+            "accuracy": problem.activation_accuracy(device),
             "workspace_bytes": workspace_bytes(problem),
         }
         if p.recompute and p.training:
@@ -160,7 +160,7 @@ def plan(problem: MoeProblem, device: Device, backend: str = "auto") -> MoePlan:
 
 def why_unsupported(problem: MoeProblem, device: Device) -> str | None:
     """Why the kernels cannot run ``problem``, or None."""
-    if (reason := no_kernels(problem, device)) is not None:
+    if (reason := problem.why_no_kernels(device)) is not None:
         return reason
     if problem.capacity > MOST_ROWS:
         return f"{problem.capacity:,} rows are more than have a 32-bit number"

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 from ..kernels.tuning import PIPELINES, WeightGradientPipeline
 from ..kernels.tuning.dtypes import GENERIC
 from ..kernels.tuning.grouped_gemm import GroupedTiles, product_tiles
-from .call import Call, Decision, Facts, no_kernels
+from .call import Call, Decision, Facts
 from .choosing import choose
 from .devices import PARTIALS_LIMIT, Device, splits_of_full_waves
 from .measured import TileCosts, fitted
@@ -114,7 +114,7 @@ class WeightGradientPlan(Decision):
 
 def plan(problem: WeightGradientProblem, device: Device, backend: str = "auto") -> WeightGradientPlan:
     """The path that runs ``problem`` on ``device``."""
-    unsupported = no_kernels(problem, device)
+    unsupported = problem.why_no_kernels(device)
     cannot = {"fused": unsupported}
     if backend == "auto":
         alone = problem.bias and not (problem.layer or problem.training)

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from ..kernels.tuning.row_sums import RowSumTiles
-from .call import Call, Decision, Facts, direction, no_kernels
+from .call import Call, Decision, Facts
 from .choosing import choose
 from .devices import Device
 from .record import TORCH
@@ -35,7 +35,7 @@ class RowSumsProblem(Call):
 
     @property
     def described(self) -> str:
-        return f"M={self.M} (rows) N={self.N}, {self.dtype}, {direction(self)}"
+        return f"M={self.M} (rows) N={self.N}, {self.dtype}, {self.passes}"
 
     def plan(self, device: Device, backend: str) -> "RowSumsPlan":
         return plan(self, device, backend)
@@ -53,7 +53,7 @@ class RowSumsPlan(Decision):
 
 def plan(problem: RowSumsProblem, device: Device, backend: str = "auto") -> RowSumsPlan:
     """The path that runs ``problem`` on ``device``."""
-    unsupported = no_kernels(problem, device)
+    unsupported = problem.why_no_kernels(device)
     # Auto mode takes torch until times are on record.
     choice = choose(problem, device, backend, {"fused": unsupported})
     flops, io_bytes = problem.M * problem.N, problem.element_bytes * problem.M * (problem.N + 1)
