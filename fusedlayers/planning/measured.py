@@ -1,10 +1,10 @@
 """The fitted numbers: which of several kernels a path takes, with which tiles and splits.
 
-They choose no path, with one exception: no record says what products in 8 bits take, so that their limits are here.
+They choose no path by themselves, with one exception: no record says what products in 8 bits take.
 
-They lie in ``data/kernels.json``, those that were measured together beside ``why``: where and when. Those of
-``operations`` hold on every GPU; the file of an operation says what they mean. An architecture that is not in
-``architectures`` takes the tile costs of one that is, and no preference.
+They lie in ``data/kernels.json``, those that were measured together beside ``why``: where and when. Those of ``rules``
+hold on every GPU, and the file of a rule says what they mean. An architecture that is not in ``architectures`` takes
+the tile costs of one that is, and no preference.
 """
 
 import json
@@ -63,13 +63,13 @@ class Preferences:
     padded_from: tuple[int, int]
 
 
-def fitted(operation: str, numbers: type[_Numbers]) -> _Numbers:
-    """The ``numbers`` of an operation, a dataclass. Its file calls this once, when it is imported.
+def fitted(rule: str, numbers: type[_Numbers]) -> _Numbers:
+    """The ``numbers`` of a rule, a dataclass. The file of the rule calls this once, when it is imported.
 
     Raises:
         TypeError: a field is not in the data, or the data names another one.
     """
-    return numbers(**_values(_read()["operations"][operation]))
+    return numbers(**_values(_read()["rules"][rule]))
 
 
 @cache

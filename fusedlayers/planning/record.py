@@ -23,37 +23,61 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 from operator import mul, sub
-from pathlib import Path
 from typing import Any, NamedTuple
 
-FOLDER = Path(__file__).parent / "data"
+from .measured import PATH, fitted
+
+FOLDER = PATH.parent
 TORCH = "torch"
 LAUNCHED, REPLAYED = "launched", "replayed"
 
 PARTS = ("rows", "loops", "drawn")
 
-# The prior of the regression, in logarithms: how far a path is from the linear function, how steep that is for each
-# octave, of ratios and of seconds; and octaves within which rows vouch for one another.
-SPREAD, STEEPNESS, STEEPNESS_OF_SECONDS, REACH = 0.4, 0.1, 1.0, 2.0
-# How far away, in octaves, another class of alignment is, and another variant.
-UNLIKE_ROWS, UNLIKE_VARIANT = 0.2, 0.2
-# The standard error of a measurement, as a logarithm: calls launched one by one wait for hosts, which differ.
-NOISE = {LAUNCHED: 0.2, REPLAYED: 0.03}
-SURE_NOISE, DRAWN_NOISE = 0.03, 0.5
-# Sizes that are more octaves below the least that was measured count as if they were this many below. Those above the
-# greatest count as the greatest: ratios no longer change once the device is busy.
-BEYOND = 3.0
-# Where nothing was measured nearby, a path must be expected to be this many times as fast as torch, and this many times
-# more for each octave below what was measured.
-ESTIMATED = 1.1
 # Multiples of elements at which rows begin, from the best one: lines of memory, sectors, vectors, words.
 _ALIGNMENTS = (64, 16, 8, 2)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prior:
+    """What the regression assumes. Distances are in octaves, all other numbers are logarithms, except ``estimated``.
+
+    ``spread`` is how far a path is from the linear function, ``steepness`` how steep that is for each octave, of ratios
+    or of seconds. Rows vouch for one another within ``reach``. Another class of alignment is ``unlike_rows`` away,
+    another variant ``unlike_variant``.
+
+    Each noise is the standard error of a measurement: calls launched one by one wait for hosts, which differ.
+
+    Sizes that are further below the least that was measured than ``beyond`` count as if they were that far. Sizes above
+    the greatest count as the greatest: ratios no longer change once the device is busy.
+
+    Where nothing was measured nearby, a path must be expected to be ``estimated`` times as fast as torch, and that many
+    times more for each octave below what was measured.
+
+    A row of another GPU of the architecture counts for a GPU if it is at least ``gap`` away from all of its own rows.
+    """
+
+    spread: float
+    steepness: float
+    steepness_of_seconds: float
+    reach: float
+    unlike_rows: float
+    unlike_variant: float
+    launched_noise: float
+    replayed_noise: float
+    sure_noise: float
+    drawn_noise: float
+    beyond: float
+    estimated: float
+    gap: float
+
+
+PRIOR = fitted("record", Prior)
+NOISE = {LAUNCHED: PRIOR.launched_noise, REPLAYED: PRIOR.replayed_noise}
 # Octaves that two classes of alignment are apart.
-_UNLIKE = [[UNLIKE_ROWS * min(abs(one - two), 2) for two in range(5)] for one in range(5)]
-# A row of another GPU of the architecture counts for a GPU if it is this many octaves away from all of its own rows.
-GAP = 2.0
+_UNLIKE = [[PRIOR.unlike_rows * min(abs(one - two), 2) for two in range(5)] for one in range(5)]
 
 
 class Row(NamedTuple):
@@ -129,18 +153,19 @@ class Surface:
             self._nearness(*place)
             for place in zip(self._octaves, self._classes, [row.variant for row in rows], strict=True)
         ]
-        noise = [SURE_NOISE if row.sure else DRAWN_NOISE if row.drawn else NOISE[how] for row in rows]
+        noise = [PRIOR.sure_noise if row.sure else PRIOR.drawn_noise if row.drawn else NOISE[how] for row in rows]
         logs = [{path: math.log(time) for path, time in found.items()} for found in self.seconds]
         self._paths = {
             path: self._fitted(near, noise, [found.get(path, math.nan) - found.get(TORCH, math.nan) for found in logs])
             for path in {path for found in logs for path in found} - {TORCH}
         }
-        self._torch = self._fitted(near, noise, [found.get(TORCH, math.nan) for found in logs], STEEPNESS_OF_SECONDS)
+        of_torch = [found.get(TORCH, math.nan) for found in logs]
+        self._torch = self._fitted(near, noise, of_torch, PRIOR.steepness_of_seconds)
 
     def near(self, sizes: Sequence[int], variant: str) -> tuple[list[float], list[float]]:
         """Where sizes lie, in octaves; and how near they are to each row."""
         place = [
-            min(max(octave, least - BEYOND), most)
+            min(max(octave, least - PRIOR.beyond), most)
             for octave, (least, most) in zip(octaves(sizes), self._bounds, strict=True)
         ]
         return place, self._nearness(place, classes(sizes), variant)
@@ -148,7 +173,7 @@ class Surface:
     def ratios(self, place: Sequence[float], near: Sequence[float], paths: Iterable[str]) -> dict[str, float]:
         """Logarithms of how many times as long as torch the ``paths`` take that were measured; torch's is 0."""
         beyond = sum(max(least - size, 0) for size, (least, _) in zip(place, self._bounds, strict=True))
-        margin = math.log(ESTIMATED) * (1 - max(near) + beyond)
+        margin = math.log(PRIOR.estimated) * (1 - max(near) + beyond)
         found = {path: self._at(self._paths[path], place, near) + margin for path in paths if path in self._paths}
         return {**found, TORCH: 0.0}
 
@@ -173,7 +198,7 @@ class Surface:
         # This runs over all rows at every new size, so it calls as few functions as possible.
         apart = self._unlike.get((of, variant))
         if apart is None:
-            apart = [0.0 if row.variant == variant else UNLIKE_VARIANT for row in self.rows]
+            apart = [0.0 if row.variant == variant else PRIOR.unlike_variant for row in self.rows]
             for axis, aligned in enumerate(of):
                 away = _UNLIKE[aligned]
                 apart = [so_far + away[known[axis]] for so_far, known in zip(apart, self._classes, strict=True)]
@@ -183,10 +208,11 @@ class Surface:
                 so_far + (size - other if size > other else other - size)
                 for so_far, other in zip(apart, sizes, strict=True)
             ]
-        return list(map(math.exp, [distance / -REACH for distance in apart]))
+        scale = -PRIOR.reach
+        return list(map(math.exp, [distance / scale for distance in apart]))
 
     def _fitted(
-        self, near: list[list[float]], noise: list[float], values: list[float], steepness: float = STEEPNESS
+        self, near: list[list[float]], noise: list[float], values: list[float], steepness: float = PRIOR.steepness
     ) -> tuple[list[float], float, list[float]]:
         """Weights of rows, of 1 and of each octave from the middle, by which values are interpolated.
 
@@ -194,9 +220,10 @@ class Surface:
         """
         known = [place for place, value in enumerate(values) if not math.isnan(value)]
         away = [[one - two for one, two in zip(octave, self._middle, strict=True)] for octave in self._octaves]
+        variance = PRIOR.spread * PRIOR.spread
         covariance = [
             [
-                SPREAD * SPREAD * near[one][two] + 1 + steepness * steepness * _dot(away[one], away[two])
+                variance * near[one][two] + 1 + steepness * steepness * _dot(away[one], away[two])
                 + (noise[one] * noise[one] if one == two else 0)
                 for two in known[: place + 1]
             ]
@@ -206,7 +233,7 @@ class Surface:
         for place, weight in zip(known, _solved(covariance, [values[place] for place in known]), strict=True):
             weights[place] = weight
         slopes = [steepness * steepness * _dot(weights, axis) for axis in zip(*away, strict=True)]
-        return [SPREAD * SPREAD * weight for weight in weights], math.fsum(weights), slopes
+        return [variance * weight for weight in weights], math.fsum(weights), slopes
 
     def _at(
         self, fitted: tuple[list[float], float, list[float]], place: Sequence[float], near: Sequence[float]
@@ -274,7 +301,7 @@ def _seconds(paths: Sequence[str], times: Sequence[float]) -> dict[str, float]:
 @cache
 def shipped() -> dict[str, dict[str, Any]]:
     """The files that are installed with the package, by the driver's name of the GPU."""
-    found = [json.loads(path.read_text()) for path in sorted(FOLDER.glob("*.json")) if path.stem != "kernels"]
+    found = [json.loads(path.read_text()) for path in sorted(FOLDER.glob("*.json")) if path != PATH]
     return {each["gpu"]: each for each in found}
 
 
@@ -313,8 +340,9 @@ def of_device(gpu: str, architecture: str, own: Record | None) -> Record | None:
                 rows[place] = first._replace(launched=_mean(first.launched, row.launched))
             else:
                 sizes = octaves(row.sizes)
-                apart = min((sum(map(abs, map(sub, sizes, other))) for other in known.get(row.kin, ())), default=GAP)
-                rows[place] = row if apart >= GAP else row._replace(replayed={})
+                apart = (sum(map(abs, map(sub, sizes, other))) for other in known.get(row.kin, ()))
+                counts = min(apart, default=PRIOR.gap) >= PRIOR.gap
+                rows[place] = row if counts else row._replace(replayed={})
     found = [*rows.values(), *(() if own is None else own.rows())]
     return Record(found) if found else None
 

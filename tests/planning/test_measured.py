@@ -16,7 +16,7 @@ from tests.test_house import ROOT, python_files
 
 DATA = json.loads(measured.PATH.read_text())
 GROUPS = {
-    **DATA["operations"],
+    **DATA["rules"],
     **{f"{name}, {part}": group for name, parts in DATA["architectures"].items() for part, group in parts.items()},
 }
 

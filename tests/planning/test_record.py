@@ -15,12 +15,10 @@ from hypothesis import strategies
 
 from fusedlayers.planning import CARDS, Device, LinearProblem, plan
 from fusedlayers.planning.record import (
-    BEYOND,
-    ESTIMATED,
     LAUNCHED,
     NOISE,
+    PRIOR,
     REPLAYED,
-    SURE_NOISE,
     TORCH,
     Record,
     Row,
@@ -80,7 +78,7 @@ def test_at_a_row_it_says_what_was_measured() -> None:
             _, near = made.near(each.sizes, "")
             assert made.nearest(near)[0] == each
             assert max(near) == 1
-    assert SURE_NOISE <= NOISE[REPLAYED] < NOISE[LAUNCHED]
+    assert PRIOR.sure_noise <= NOISE[REPLAYED] < NOISE[LAUNCHED]
 
 
 def test_between_rows_it_says_something_between() -> None:
@@ -139,11 +137,11 @@ def test_nothing_near_needs_a_margin() -> None:
     assert ratio(made, (256, 256)) < 1
     between = ratio(made, (512, 512))
     below = [ratio(made, (2**power, 2**power)) for power in (5, 4, 3)]
-    assert 0.97 < between < ESTIMATED
+    assert 0.97 < between < PRIOR.estimated
     assert below == sorted(below)
-    assert below[-1] > ESTIMATED
+    assert below[-1] > PRIOR.estimated
     # From so many octaves on sizes count as those, and larger ones than the greatest as that one.
-    assert ratio(made, (2 ** round(6 - BEYOND), 256)) == pytest.approx(ratio(made, (1, 256)), rel=0.05)
+    assert ratio(made, (2 ** round(6 - PRIOR.beyond), 256)) == pytest.approx(ratio(made, (1, 256)), rel=0.05)
     assert ratio(made, (2**12, 256)) == pytest.approx(ratio(made, (2**15, 256)))
 
 
