@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from ..kernels.tuning import has_tanh
 from ..kernels.tuning.dtypes import FORMATS, KERNEL_DTYPES, SM90, UNKNOWN, Format
@@ -29,6 +29,12 @@ class Call:
     input_precision: str = "ieee"
     captured: bool = False  # whether the call is being recorded into a CUDA graph, whose replay costs the host nothing
     subclass: str = ""  # the name of a tensor subclass among the operands, if there is one
+
+    if TYPE_CHECKING:
+
+        @property
+        def dtype(self) -> str:
+            """The dtype of the operands: a field of every operation, at its own place among the sizes."""
 
     def __hash__(self) -> int:
         return self._hash
@@ -74,8 +80,7 @@ class Call:
     @property
     def recorded_kin(self) -> str:
         """The kind of call in the record: with the dtype, if its products run at another rate."""
-        dtype = vars(self)["dtype"]
-        return self.kin if self.format.narrow else f"{self.kin} {dtype}"
+        return self.kin if self.format.narrow else f"{self.kin} {self.dtype}"
 
     @property
     def variant(self) -> str:
@@ -126,8 +131,8 @@ class Call:
             return device.why_no_kernels
         if self.subclass:
             return f"an operand is a {self.subclass}, which only torch's own operations understand"
-        if (dtype := vars(self)["dtype"]) not in KERNEL_DTYPES:
-            return f"the kernels take {', '.join(KERNEL_DTYPES)}, not {dtype}"
+        if self.dtype not in KERNEL_DTYPES:
+            return f"the kernels take {', '.join(KERNEL_DTYPES)}, not {self.dtype}"
         return "there is nothing to compute" if self.empty else None
 
     def activation_accuracy(self, device: Device) -> str:
@@ -138,13 +143,13 @@ class Call:
 
     @property
     def element_bytes(self) -> int:
-        """The size of an operand's elements; every operation has their ``dtype``, at its own place among its sizes."""
-        return FORMATS.get(vars(self)["dtype"], UNKNOWN).bytes
+        """The size of an operand's elements."""
+        return FORMATS.get(self.dtype, UNKNOWN).bytes
 
     @property
     def format(self) -> Format:
         """What kernels and plans have to know of its dtype."""
-        return FORMATS.get(vars(self)["dtype"], UNKNOWN)
+        return FORMATS.get(self.dtype, UNKNOWN)
 
     @cached_property
     def _hash(self) -> int:

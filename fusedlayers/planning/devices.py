@@ -111,6 +111,7 @@ def splits_of_full_waves(tiles: int, at_once: int, most: int) -> tuple[int, ...]
 
 def floor_seconds(flops: int, moved_bytes: int, dtype: str, device: Device) -> float | None:
     """The time no version beats by much, from the device's measured ceilings; None where these are unknown."""
-    if device.ceilings is None or FORMATS.get(dtype, UNKNOWN).bits != _RATED_BITS:
+    ceilings = device.ceilings
+    if ceilings is None or FORMATS.get(dtype, UNKNOWN).bits != _RATED_BITS:
         return None
-    return max(flops / device.ceilings[0], moved_bytes / device.ceilings[1])
+    return max(flops / ceilings[0], moved_bytes / ceilings[1])
