@@ -313,7 +313,8 @@ def not_measured(problem: Any, device: Device) -> str | None:
     """Why auto mode leaves this device or this dtype to torch whatever the sizes, or None."""
     if reason := device.left_to_torch or unmeasured(device):
         return reason
-    if device.record is not None and device.record.has(problem.recorded_kin):
+    record = device.record
+    if record is not None and record.has(problem.recorded_kin):
         return None
     if problem.dtype == "float32":
         return "float32 products in IEEE precision do not use the matrix units; torch's kernels are faster"

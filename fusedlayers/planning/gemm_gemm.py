@@ -72,9 +72,9 @@ class Problem(Call):
     @property
     def kernels(self) -> tuple[str, ...]:
         """The kernels of the fused path that the problem needs."""
-        needed = (True, self.needs_data_gradient, self.needs_weight_gradient)
-        names = ("forward", "data_gradient", "weight_gradient")
-        return tuple(name for name, need in zip(names, needed, strict=True) if need)
+        data_gradient = ("data_gradient",) if self.needs_data_gradient else ()
+        weight_gradient = ("weight_gradient",) if self.needs_weight_gradient else ()
+        return ("forward", *data_gradient, *weight_gradient)
 
     @property
     def weight_elements(self) -> int:

@@ -38,6 +38,8 @@ PARTS = ("rows", "loops", "drawn")
 
 # Multiples of elements at which rows begin, from the best one: lines of memory, sectors, vectors, words.
 _ALIGNMENTS = (64, 16, 8, 2)
+# The class of alignment of a size, by its remainder modulo the best one, which the others divide.
+_CLASSES = [next((place for place, each in enumerate(_ALIGNMENTS) if rest % each == 0), 4) for rest in range(64)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -250,7 +252,7 @@ def octaves(sizes: Sequence[int]) -> list[float]:
 
 def classes(sizes: Sequence[int]) -> tuple[int, ...]:
     """How well rows of so many elements are aligned."""
-    return tuple(next((place for place, each in enumerate(_ALIGNMENTS) if size % each == 0), 4) for size in sizes)
+    return tuple(_CLASSES[size % 64] for size in sizes)
 
 
 def _dot(one: Sequence[float], two: Sequence[float]) -> float:

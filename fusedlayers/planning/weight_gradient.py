@@ -3,8 +3,8 @@
 "fused" is one kernel for both gradients, "sums" a kernel for the bias gradient beside torch's product.
 """
 
-import math
 from dataclasses import dataclass, replace
+from operator import itemgetter
 from typing import Any, ClassVar
 
 from ..kernels.tuning import PIPELINES, WeightGradientPipeline
@@ -151,12 +151,12 @@ def choose_splits(problem: WeightGradientProblem, device: Device, tiles: Grouped
 
 def choose_pipeline(problem: WeightGradientProblem, sms: int, costs: TileCosts) -> tuple[WeightGradientPipeline, int]:
     """The tile and the number of row ranges that are expected to take least time."""
-    choices = []
-    for pipeline in PIPELINES:
-        most = most_splits(problem, pipeline.rows)
-        for splits in splits_of_full_waves(tile_count(problem, pipeline), sms, most):
-            choices.append((sm90_seconds(problem, pipeline, splits, sms, costs), pipeline, splits))
-    _, pipeline, splits = min(choices, key=lambda choice: choice[0])
+    choices = [
+        (sm90_seconds(problem, pipeline, splits, sms, costs), pipeline, splits)
+        for pipeline in PIPELINES
+        for splits in splits_of_full_waves(tile_count(problem, pipeline), sms, most_splits(problem, pipeline.rows))
+    ]
+    _, pipeline, splits = min(choices, key=itemgetter(0))
     return replace(pipeline, programs=sms), splits
 
 
@@ -182,7 +182,7 @@ def sm90_seconds(
     units, columns = pipeline.tile
     programs = tile_count(problem, pipeline) * splits
     waves = -(-programs // sms)
-    blocks = math.ceil(math.ceil(problem.M / pipeline.rows) / splits)
+    blocks = -(-problem.M // (pipeline.rows * splits))
     products = units * columns * pipeline.rows / (costs.products_per_cycle * costs.share_of_peak)
     loads = 2 * (units + columns) * pipeline.rows / costs.bytes_per_cycle
     on_chip = waves * blocks * max(products, loads) / costs.clock
