@@ -13,6 +13,7 @@ from .texts import in_brackets, in_words
 
 # Rows of what ``explain`` prints: (what, text).
 Facts = list[tuple[str, str]]
+NOTHING = "there is nothing to compute"
 # Field of a plan -> the results that are computed by it.
 Yields = Mapping[str, tuple[str, ...]]
 
@@ -133,7 +134,14 @@ class Call:
             return f"an operand is a {self.subclass}, which only torch's own operations understand"
         if self.dtype not in KERNEL_DTYPES:
             return f"the kernels take {', '.join(KERNEL_DTYPES)}, not {self.dtype}"
-        return "there is nothing to compute" if self.empty else None
+        return NOTHING if self.empty else None
+
+    @property
+    def why_as_written(self) -> str | None:
+        """Why torch may not compute another expression of the same value, or None."""
+        if self.subclass:
+            return f"an operand is a {self.subclass}: torch's plain expression leaves most to it"
+        return NOTHING if self.empty else None
 
     def activation_accuracy(self, device: Device) -> str:
         """The accuracy that kernels compute activations with: one of ``kernels.activations.ACCURACIES``."""

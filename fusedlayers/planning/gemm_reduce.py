@@ -174,11 +174,7 @@ def why_not_algebraic(problem: ReduceProblem) -> str | None:
         return f"{problem.activation} stands between product and {problem.op}"
     if problem.product:
         return "the product is wanted too"
-    if problem.subclass:
-        return f"an operand is a {problem.subclass}: torch's plain expression leaves most to it"
-    if problem.empty:
-        return "there is nothing to compute"
-    return None
+    return problem.why_as_written
 
 
 def forward_tiles(problem: ReduceProblem, device: Device) -> ReduceConfig:

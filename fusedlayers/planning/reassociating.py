@@ -23,10 +23,8 @@ def why_not(problem: Any, device: Device, backend: str) -> str | None:
         return f"{problem.activation} stands between the products"
     if backend != "auto":
         return f"the backend is set to {backend}"
-    if problem.subclass:
-        return f"an operand is a {problem.subclass}: torch's plain expression leaves most to it"
-    if problem.empty:
-        return "there is nothing to compute"
+    if problem.why_as_written is not None:
+        return str(problem.why_as_written)
     if problem.format.small_range:
         # Users scale gradients until torch's products just fit, and to look for overflow the host would have to wait.
         return f"{problem.dtype}: B C and its gradient may overflow where A B and the gradient of that do not"

@@ -44,36 +44,26 @@ _CLASSES = [next((place for place, each in enumerate(_ALIGNMENTS) if rest % each
 
 @dataclass(frozen=True, kw_only=True)
 class Prior:
-    """What the regression assumes. Distances are in octaves, all other numbers are logarithms, except ``estimated``.
+    """What the regression assumes of logarithms of ratios. Distances between rows are in octaves."""
 
-    ``spread`` is how far a path is from the linear function, ``steepness`` how steep that is for each octave, of ratios
-    or of seconds. Rows vouch for one another within ``reach``. Another class of alignment is ``unlike_rows`` away,
-    another variant ``unlike_variant``.
-
-    Each noise is the standard error of a measurement: calls launched one by one wait for hosts, which differ.
-
-    Sizes that are further below the least that was measured than ``beyond`` count as if they were that far. Sizes above
-    the greatest count as the greatest: ratios no longer change once the device is busy.
-
-    Where nothing was measured nearby, a path must be expected to be ``estimated`` times as fast as torch, and that many
-    times more for each octave below what was measured.
-
-    A row of another GPU of the architecture counts for a GPU if it is at least ``gap`` away from all of its own rows.
-    """
-
-    spread: float
-    steepness: float
+    spread: float  # how far a path is from the linear function
+    steepness: float  # of that function, for each octave
     steepness_of_seconds: float
-    reach: float
-    unlike_rows: float
-    unlike_variant: float
+    reach: float  # the distance within which rows vouch for one another
+    unlike_rows: float  # the distance to another class of alignment
+    unlike_variant: float  # the distance to another variant
+    # Standard errors of measurements: calls launched one by one wait for hosts, which differ.
     launched_noise: float
     replayed_noise: float
     sure_noise: float
     drawn_noise: float
+    # Sizes that are further below the least that was measured count as if they were this far below. Those above the
+    # greatest count as the greatest: ratios no longer change once the device is busy.
     beyond: float
+    # Where nothing was measured nearby, a path must be expected to be this many times as fast as torch, and this many
+    # times more for each octave below what was measured.
     estimated: float
-    gap: float
+    gap: float  # from this distance to all rows of a GPU on, those of others of its architecture count for it
 
 
 PRIOR = fitted("record", Prior)
