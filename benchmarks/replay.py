@@ -23,8 +23,8 @@ from typing import Any, NamedTuple
 from fusedlayers import planning
 from fusedlayers.bench.tables import NONE, Table
 from fusedlayers.planning import CARDS
+from fusedlayers.planning.call import in_words
 from fusedlayers.planning.record import LAUNCHED, REPLAYED, TORCH, Record
-from fusedlayers.planning.texts import in_words
 
 from .measured import DRAWN, sources
 from .plots import figure_class

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from ..kernels.tuning import CONSUMER_ROWS, StoredConfig, TileConfig, hidden_stride, padded_width
 from . import ffn_chunked, ffn_epilogue, reassociating
-from .call import NO_OTHER_PATH, SET_TO_TORCH, Call, Decision, Facts, Yields, not_measured
+from .call import NO_OTHER_PATH, SET_TO_TORCH, Call, Decision, Facts, Yields, not_measured, sm90_text, tiles_text
 from .choosing import Choice, choose
 from .costs import gemm_units, kept_by_torch, saved_bytes
 from .devices import Device
@@ -24,7 +24,6 @@ from .gemm_gemm_tiles import (
     stored_tiles,
 )
 from .record import TORCH
-from .texts import sm90_text, tiles_text
 
 # Why a path is not taken with recompute=True.
 _FORBIDDEN = "recompute=True forbids keeping the hidden"

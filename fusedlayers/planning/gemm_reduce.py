@@ -16,13 +16,12 @@ from ..kernels.tuning import (
     sm90_reduce_config,
 )
 from ..kernels.tuning.dtypes import GENERIC
-from .call import NOT_ON_RECORD, Call, Decision, Facts, Yields
+from .call import NOT_ON_RECORD, Call, Decision, Facts, Yields, sm90_text, tiles_text
 from .choosing import Choice, choose
 from .costs import SAVED_FOR_SLOPE, SLOPE_FROM_VALUE
 from .devices import PARTIALS_LIMIT, Device, filling_splits
 from .measured import fitted
 from .record import TORCH
-from .texts import sm90_text, tiles_text
 
 # Programs that run on an SM at once: of the forward kernel, and of small tiles of both gradients.
 RESIDENT = 2

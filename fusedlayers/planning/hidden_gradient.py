@@ -16,11 +16,10 @@ from ..kernels.tuning import (
     epilogue_tiles,
 )
 from ..kernels.tuning.dtypes import GENERIC
-from .call import Call, Decision, Facts
+from .call import Call, Decision, Facts, tiles_text
 from .choosing import choose
 from .devices import PARTIALS_LIMIT, Device
 from .measured import Preferences
-from .texts import tiles_text
 
 # At most this many bands of rows have partial sums: a program sums over the tiles of its band itself.
 MOST_BANDS = 256

@@ -5,13 +5,12 @@ from typing import Any, ClassVar, NamedTuple
 
 from ..kernels.tuning import SplitTiles, split_tiles, starts_early
 from . import weight_gradient
-from .call import NO_OTHER_PATH, VECTOR, Call, Decision, Facts, Yields
+from .call import NO_OTHER_PATH, VECTOR, Call, Decision, Facts, Yields, tiles_text
 from .choosing import Choice, choose
 from .costs import SAVED_FOR_SLOPE, SLOPE_FROM_VALUE
 from .devices import PARTIALS_LIMIT, Device, floor_seconds, splits_of_full_waves
 from .measured import fitted
 from .record import TORCH
-from .texts import tiles_text
 from .weight_gradient import WeightGradientPlan, WeightGradientProblem
 
 FORWARD, DATA_GRADIENT = "forward", "data gradient"

@@ -30,10 +30,9 @@ from ..kernels.tuning.cross_entropy import (
 )
 from ..kernels.tuning.dtypes import GENERIC
 from . import linear_cross_entropy_chunks as cutting
-from .call import Call, Decision, Facts, Yields
+from .call import Call, Decision, Facts, Yields, sm90_text, tiles_text
 from .choosing import choose
 from .devices import Device
-from .texts import sm90_text, tiles_text
 
 # Rows of logits are a multiple of so many elements long. Products of a vocabulary that divides into no vectors of 16
 # bytes read a copy of the weight with as many rows: the fast kernels of cuBLAS ask for whole vectors of the weight's

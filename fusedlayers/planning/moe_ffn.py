@@ -7,12 +7,11 @@ from ..kernels.tuning import EpiloguePipeline
 from ..kernels.tuning.dtypes import GENERIC
 from ..kernels.tuning.grouped_gemm import GroupedTiles, grouped_tiles, padded_rows, row_block
 from ..kernels.tuning.grouped_gemm_pipelines import BLOCK, GROUPED_PIPELINES, CooperativePipeline, GroupedPipeline
-from .call import Call, Decision, Facts, Yields
+from .call import Call, Decision, Facts, Yields, sm90_text, tiles_text
 from .choosing import choose
 from .costs import hidden_copies
 from .devices import Device
 from .record import TORCH
-from .texts import sm90_text, tiles_text
 
 # Rows have 32-bit numbers.
 MOST_ROWS = 2**31 - 2**16

@@ -10,12 +10,11 @@ from typing import Any, ClassVar
 from ..kernels.tuning import PIPELINES, WeightGradientPipeline
 from ..kernels.tuning.dtypes import GENERIC
 from ..kernels.tuning.grouped_gemm import GroupedTiles, product_tiles
-from .call import Call, Decision, Facts
+from .call import Call, Decision, Facts, tiles_text
 from .choosing import choose
 from .devices import PARTIALS_LIMIT, Device, splits_of_full_waves
 from .measured import TileCosts, fitted
 from .record import LAUNCHED, REPLAYED
-from .texts import tiles_text
 
 # A bound of partials, besides their bytes.
 MOST_SPLITS = 256

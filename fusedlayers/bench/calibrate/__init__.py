@@ -21,8 +21,8 @@ from ...devices import describe, record_failures, uncalibrated
 from ...folders import check_folder
 from ...kernels.device import HAS_TRITON, interpreted, toolchain
 from ...planning import Device
+from ...planning.call import in_words
 from ...planning.record import TORCH, Record, Row
-from ...planning.texts import in_words
 from .. import record
 from ..arguments import add_device_option, chosen_device, positive
 from ..cases import DTYPES, shape_text
