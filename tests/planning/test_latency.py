@@ -110,14 +110,14 @@ def test_the_whole_call_with_a_new_number_of_tokens(monkeypatch: pytest.MonkeyPa
     left, right = _tensor(4, 64, 256), _tensor(4, 256, 64)
     head = ("mean", -100, 0.0, None, 1.0, 0.0, False)
     for name, given, options, most in (
-        ("ffn", lambda M: (_tensor(M, 512), up, down, bias, *nothing), ("gelu", 0.0, "auto", None), 500),
-        ("ffn", lambda M: (_tensor(M, 512), up, down, bias, *nothing), ("gelu", 0.0, True, None), 550),
-        ("gemm_gemm", lambda M: (_tensor(4, M, 64), left, right), ("gelu",), 500),
-        ("gemm_reduce", lambda M: (_tensor(4, M, 64), left, None, None, None), ("max", -1, None, *(False,) * 3), 500),
+        ("ffn", lambda M: (_tensor(M, 512), up, down, bias, *nothing), ("gelu", 0.0, "auto", None), 450),
+        ("ffn", lambda M: (_tensor(M, 512), up, down, bias, *nothing), ("gelu", 0.0, True, None), 500),
+        ("gemm_gemm", lambda M: (_tensor(4, M, 64), left, right), ("gelu",), 450),
+        ("gemm_reduce", lambda M: (_tensor(4, M, 64), left, None, None, None), ("max", -1, None, *(False,) * 3), 450),
         ("linear", lambda M: (_tensor(M, 512), up, bias), (None, "auto", "workspace", None), 500),
-        ("linear", lambda M: (_tensor(M, 512), up, bias), (None, 4, "workspace", None), 500),
-        ("maxsim", lambda M: (_tensor(4, M, 64), _tensor(8, M, 64), *nothing[1:]), (), 500),
-        ("linear_cross_entropy", lambda M: (_tensor(M, 512), up, torch.zeros(M).long(), None, None), head, 500),
+        ("linear", lambda M: (_tensor(M, 512), up, bias), (None, 4, "workspace", None), 450),
+        ("maxsim", lambda M: (_tensor(4, M, 64), _tensor(8, M, 64), *nothing[1:]), (), 450),
+        ("linear_cross_entropy", lambda M: (_tensor(M, 512), up, torch.zeros(M).long(), None, None), head, 450),
     ):
         prepared = operation.OPERATIONS[name].prepared
         prepared(given(77), options)
