@@ -69,10 +69,11 @@ def resources(fields: str) -> Callable[[type], Any]:
     def decorate(cls: Any) -> Any:
         if not HAS_GLUON:
             return cls
-        cls.__init__ = fill
-        # Triton checks each value against the annotation of its field; ``object`` admits any.
-        cls.__annotations__ = dict.fromkeys(names, object)
-        return _aggregate(cls)
+        # Triton 3.9 refuses a base that it does not know, and checks each value against the annotation of its field:
+        # ``object`` admits any.
+        own = {name: getattr(cls, name) for name in ("__module__", "__qualname__", "__doc__")}
+        annotations = dict.fromkeys(names, object)
+        return _aggregate(type(cls.__name__, (), {**own, "__init__": fill, "__annotations__": annotations}))
 
     fill.__triton_builtin__ = True  # type: ignore[attr-defined]
     return decorate

@@ -13,7 +13,7 @@ import torch
 from .activations import activated
 from .device import tl, triton
 from .launching import Launch, ceil_div, prepared
-from .tiles import load_vector, wait_for_previous_kernel
+from .tiles import load_vector, wait_for_previous_grid
 
 
 class ReduceBlocks(NamedTuple):
@@ -57,7 +57,7 @@ def _reduce_partials_kernel(
     DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     # A row of the partials has the outputs one after another; ``ends`` has the end of each, and of the other output.
-    wait_for_previous_kernel(DEPENDENT)
+    wait_for_previous_grid(DEPENDENT)
     end_0, end_1, end_2, end_3, end_4, end_5, other_end = ends
     program = tl.program_id(0)
     if other_partials_ptr is not None:

@@ -26,7 +26,7 @@ from .matmul.arithmetic import Arithmetic
 from .matmul.generic.epilogues import store_product
 from .matmul.generic.operands import Bias, ProductOutput, strides
 from .partials import Epilogue, ReduceBlocks, reduce_partials
-from .tiles import assume_aligned, assume_multiple, load_tile, load_vector, split_range, wait_for_previous_kernel
+from .tiles import assume_aligned, assume_multiple, load_tile, load_vector, split_range, wait_for_previous_grid
 from .tuning import SplitTiles, reduce_blocks
 
 
@@ -36,7 +36,7 @@ def _row_product_kernel(
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, OUTPUT: tl.constexpr, ARITHMETIC: tl.constexpr,
     RIGHT_TRANSPOSED: tl.constexpr, UNIT: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    wait_for_previous_kernel(DEPENDENT)
+    wait_for_previous_grid(DEPENDENT)
     K = assume_multiple(K, UNIT)
     _, stride_rn, stride_rk = assume_aligned(right_strides, RIGHT_TRANSPOSED, UNIT)
     if RIGHT_TRANSPOSED:

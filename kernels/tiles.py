@@ -4,7 +4,7 @@ from .device import tl, triton
 
 
 @triton.jit
-def wait_for_previous_kernel(DEPENDENT: tl.constexpr):
+def wait_for_previous_grid(DEPENDENT: tl.constexpr):
     """In a dependent launch (PDL), wait for the results of the previous kernel in the stream.
 
     The next kernel, if dependent, may start once all programs of this one have reached this call, where it waits, too.

@@ -6,7 +6,7 @@ import torch
 
 from ...device import tl, triton
 from ...launching import Launch, ceil_div
-from ...tiles import assume_aligned, assume_multiple, split_range, wait_for_previous_kernel
+from ...tiles import assume_aligned, assume_multiple, split_range, wait_for_previous_grid
 from ...tuning.grouped_gemm import GroupedTiles
 from ..arithmetic import Arithmetic
 from .epilogues import store_product
@@ -44,7 +44,7 @@ def _product_kernel(
     # The result is contiguous. ``zero`` is 0 at run time only (``add_product``).
     OUTPUT: tl.constexpr = VARIANT.output
     INPUT_PRECISION: tl.constexpr = ARITHMETIC.input_precision
-    wait_for_previous_kernel(VARIANT.dependent)
+    wait_for_previous_grid(VARIANT.dependent)
     stride_am, stride_ak = strides.a
     K, stride_am = assume_multiple(K, VARIANT.unit), assume_multiple(stride_am, VARIANT.unit)
     _, stride_wn, stride_wk = assume_aligned(strides.w, VARIANT.w_transposed, VARIANT.unit)
