@@ -26,6 +26,8 @@ NOT_CALLED = {"keep"}
 MAY_SPILL = {"hidden", "product", "hidden_gradient", "sm90_hidden_gradient"}
 # Bytes at most, with a gate and sums: see the lint of its configurations.
 MOST_SPILLED = {"sm90_epilogue_gradient": 24}
+# A product in 32 bits that Triton 3.9 shows: the side of a quarter, 0 or 1, times its 64 columns.
+BOUNDED = {"sm90_epilogue_gradient": "%side, %c64_i32"}
 
 
 def kernels() -> set[str]:
@@ -49,5 +51,7 @@ def test_every_kernel_compiles(folder: Path, tmp_path: Path) -> None:
     for report in reports:
         kernel = report["kernel"]
         may_spill = kernel in MAY_SPILL or report["spill_bytes"] <= MOST_SPILLED.get(kernel, 0)
-        red += [f"{kernel}: {fault}" for fault in faults(report) if "registers spilled" not in fault or not may_spill]
+        products = [each for each in report["int32_products"] if BOUNDED.get(kernel, "-") not in each]
+        found = faults(report | {"int32_products": products})
+        red += [f"{kernel}: {fault}" for fault in found if "registers spilled" not in fault or not may_spill]
     assert not red, "\n".join(red)
