@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from fusedlayers import functional, planning, reference
-from fusedlayers.functional import dispatch
+from fusedlayers.functional import dispatch, operation
 from fusedlayers.functional.ffn.arguments import ffn_problem
+from fusedlayers.functional.recalling import Recalled
 from fusedlayers.kernels.activations import ACTIVATIONS
 from fusedlayers.kernels.dropout import draw_seed
 from tests.support.allocations import AllocatedBytes
@@ -23,7 +24,6 @@ from tests.support.operands import (
     assert_equal,
     assert_ffn_close,
     ffn_inputs,
-    forget_calls,
     in_float64,
     leaves,
     like_result,
@@ -54,7 +54,7 @@ def force_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(planning.gemm_gemm, "why_unsupported", lambda problem, device: "too wide")
     # Without the caches: no plan made here outlives the test, and none made before is used.
     monkeypatch.setattr(functional.dispatch, "_cached_plan", planning.plan)
-    forget_calls()
+    monkeypatch.setattr(operation, "CALLS", Recalled())
 
 
 @pytest.mark.sampled(together=2)
@@ -261,7 +261,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FUSEDLAYERS_BACKEND", "torch")
     monkeypatch.setattr(planning.ffn_chunked, "LEAST_WORKSPACE", 0)
     monkeypatch.setattr(functional.dispatch, "_cached_plan", planning.plan)
-    forget_calls()
+    monkeypatch.setattr(operation, "CALLS", Recalled())
 
 
 def allocated(tensors: Tensors, **options: Any) -> tuple[AllocatedBytes, AllocatedBytes, int, int]:

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from fusedlayers import functional, planning, reference
 from fusedlayers.devices import describe
-from fusedlayers.functional import dispatch
+from fusedlayers.functional import dispatch, operation
+from fusedlayers.functional.recalling import Recalled
 from fusedlayers.kernels.activations import ACTIVATIONS
 from fusedlayers.kernels.dropout import draw_seed, keep_mask
 from tests.functional.test_ffn_chunked import cut
@@ -24,7 +25,6 @@ from tests.support.operands import (
     assert_equal,
     assert_ffn_close,
     ffn_inputs,
-    forget_calls,
     leaves,
     like_result,
     on_path,
@@ -257,7 +257,7 @@ def test_chunks_have_the_mask_of_the_whole_hidden(
     arithmetic = {"activation": "identity", "dropout_p": 0.5, "dropout_seed": seed}
     monkeypatch.setenv("FUSEDLAYERS_BACKEND", "triton")
     monkeypatch.setattr(dispatch, "_cached_plan", planning.plan)
-    forget_calls()
+    monkeypatch.setattr(operation, "CALLS", Recalled())
     cut(monkeypatch, 384, columns)
     y = functional.ffn(x, identity, identity, recompute=True, **arithmetic)
     [dx] = torch.autograd.grad(y.sum(), x)

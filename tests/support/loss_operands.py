@@ -16,10 +16,9 @@ from fusedlayers import functional, planning, reference
 from fusedlayers.functional import dispatch
 from fusedlayers.functional.linear_cross_entropy import LINEAR_CROSS_ENTROPY
 from fusedlayers.functional.linear_log_probs import LINEAR_LOG_PROBS
-from fusedlayers.functional.recalling import Recalled
 from fusedlayers.planning import linear_cross_entropy_chunks as cutting
 from fusedlayers.planning.linear_cross_entropy import kernel_path
-from tests.support.operands import DEVICE, Tensors, assert_draws_close, needs_kernels
+from tests.support.operands import DEVICE, Tensors, assert_draws_close, needs_kernels, recall_nothing
 
 CHUNKED = pytest.param("chunked", marks=needs_kernels)
 RECOMPUTED = pytest.param("recomputed", marks=needs_kernels)
@@ -61,7 +60,7 @@ def on_path(path: str, rows: int | None = CHUNK_ROWS) -> Iterator[None]:
         patch.setenv("FUSEDLAYERS_BACKEND", "torch" if path == "torch" else "triton")
         # No plan made here outlives the test, and none made before or under another patch is used.
         patch.setattr(dispatch, "_cached_plan", plan)
-        patch.setattr(Recalled, "find", lambda *given: None)
+        recall_nothing(patch)
         if recomputing:
             for each in (LINEAR_CROSS_ENTROPY, LINEAR_LOG_PROBS):
                 patch.setattr(type(each), "check", partial(_recomputing, each.check))

@@ -80,7 +80,7 @@ def on_path(
                 patch.setattr(planning.ffn_epilogue, name, lambda problem, device: torch_multiplies)
         # Without the caches: no plan made here outlives the test, and none made before or under another patch is used.
         patch.setattr(dispatch, "_cached_plan", plan)
-        patch.setattr(Recalled, "find", lambda *given: None)
+        recall_nothing(patch)
         if chunk_rows is not None:
             patch.setattr(planning.ffn_chunked, "plan", lambda problem, *rest: small_chunks(problem, chunk_rows))
         yield {"recompute": recompute or path == "chunked"}
@@ -107,6 +107,12 @@ def patch_ffn(patch: pytest.MonkeyPatch, function: Callable[..., Any]) -> None:
 
     patch.setattr(FFN, "call", call)
     patch.setattr(FFNPieces, "recall", lambda *given: None)
+
+
+def recall_nothing(patch: pytest.MonkeyPatch) -> None:
+    """From here on every call is checked and planned anew, and no later test finds one of these calls."""
+    patch.setattr(Recalled, "find", lambda *given: None)
+    patch.setattr(Recalled, "add", lambda *given: None)
 
 
 def forget_calls() -> None:
