@@ -145,11 +145,13 @@ class Launch:
         bases, pointers = tensors[: len(self._descriptors)], tensors[len(self._descriptors) :]
         described = zip(bases, self._descriptors, strict=True)
         descriptors = tuple([None if b is None or e is None else Descriptor(b, *e.geometry) for b, e in described])
-        self._variant = launch(
+        variant = launch(
             self._kernel, self._programs, pointers, *self._arguments, *self._options, descriptors, self._dependent
         )
-        if self._variant is not None:
+        if variant is not None:
             self._device = next(tensor for tensor in tensors if tensor is not None).device.index
+        # Last, because other threads test it.
+        self._variant = variant
 
 
 class _Encodings(dict[int, tuple[Any, ...]]):
