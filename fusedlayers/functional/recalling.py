@@ -120,6 +120,9 @@ def like(tensors: Sequence[Any], *, aligned: bool, positions: Sequence[int] | No
     check = tensor_guard(given) if all(map(_has_strides, given)) else None
     if check is None:
         return None
+    if len(given) == 1 and not (absent or twice or aligned):
+        [only] = firsts.values()
+        return _like_one(check, only, count)
     offsets = [tensor.data_ptr() & ALIGNMENT_MASK for tensor in given] if aligned else []
     misaligned = any(offsets)
 
@@ -150,6 +153,19 @@ def like(tensors: Sequence[Any], *, aligned: bool, positions: Sequence[int] | No
         if addresses & ALIGNMENT_MASK:
             return misaligned and offsets == [other.data_ptr() & ALIGNMENT_MASK for other in found]
         return not misaligned
+
+    return same
+
+
+def _like_one(check: Callable[..., bool], position: int, count: int) -> Guard:
+    """:func:`like` of one tensor among ``count``: what a module whose call torch runs costs more than torch's own."""
+
+    def same(others: Sequence[Any]) -> bool:
+        try:
+            other = others[position]
+            return len(others) == count and not other.is_nested and check(other)
+        except (AttributeError, IndexError, TraceError):
+            return False
 
     return same
 

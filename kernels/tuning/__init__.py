@@ -4,7 +4,6 @@ Every sm_90 configuration passed the exact-integer test on an H200 with Triton 3
 of other architectures were compiled only. ``python -m fusedlayers.bench selftest`` repeats the test on any GPU.
 """
 
-from .column_sums import BAND_BLOCKS, COLUMN_SUM_TILES, MOST_SUMMED_BANDS, ColumnSumTiles
 from .gemm_epilogue import (
     EPILOGUE_ELEMENTS,
     EPILOGUE_PIPELINES,
@@ -41,7 +40,14 @@ from .gemm_reduce import (
 from .limits import CONSUMER_ROWS, SHARED_MEMORY, has_tanh, padded_width, sm90_width, starts_early
 from .maxsim import GatherConfig, OneHotConfig, gather_config, one_hot_config
 from .split_k import SplitTiles, reduce_blocks, split_tiles
-from .weight_gradient import PIPELINES, WeightGradientPipeline
+from .weight_gradient import (
+    BAND_BLOCKS,
+    COLUMN_SUM_TILES,
+    MOST_SUMMED_BANDS,
+    PIPELINES,
+    ColumnSumTiles,
+    WeightGradientPipeline,
+)
 
 __all__ = [
     "BAND_BLOCKS",
