@@ -177,8 +177,6 @@ def weight_gradients(
 
     ``right_scale`` are the scales ``[M]`` with which the rows of ``right`` are quantised.
     """
-    if not any(wanted):
-        return [None] * len(wanted)
     right = right if right.stride(1) == 1 else right.contiguous()
     (values, scale), transposed = transposed_pair(left, right, right_scale, ready)
     parts = values.chunk(len(wanted))

@@ -80,21 +80,19 @@ def gradients(call: Prepared, operands: Tensors, saved: Tensors, wanted: Sequenc
         results[3] = column_sums(dz, COLUMN_SUM_TILES, ready)
     if db_gate and dz_gate is not None:
         results[6] = column_sums(dz_gate, COLUMN_SUM_TILES, ready)
-    if x_scale is None:
-        if dw_up:
-            results[1] = weight_gradient(dz, x)
-        if dw_gate and dz_gate is not None:
-            results[5] = weight_gradient(dz_gate, x)
-    if not (dx or (x_scale is not None and (dw_up or dw_gate))):
-        return results
-    both = quantise_rows(dz, dz_gate, ready)
-    del dz, dz_gate
-    if dx:
-        right = quantised_transpose((w_up,) if w_gate is None else (w_up, w_gate), call)
-        results[0] = product(both, right, None, plan.product_pipeline, x, ready.setdefault("data gradient", {}))
-    if x_scale is not None:
-        parts = [dw_up] if w_gate is None else [dw_up, dw_gate]
-        named = ready.setdefault("up gradient", {})
-        results[1], *gate = weight_gradients(both, x, x_scale, parts, plan.product_pipeline, named)
-        results[5] = gate[0] if gate else None
+    in_8_bits = x_scale is not None and (dw_up or dw_gate)
+    if not in_8_bits:
+        results[1] = weight_gradient(dz, x) if dw_up else None
+        results[5] = weight_gradient(dz_gate, x) if dw_gate and dz_gate is not None else None
+    if dx or in_8_bits:
+        both = quantise_rows(dz, dz_gate, ready)
+        del dz, dz_gate
+        if dx:
+            right = quantised_transpose((w_up,) if w_gate is None else (w_up, w_gate), call)
+            results[0] = product(both, right, None, plan.product_pipeline, x, ready.setdefault("data gradient", {}))
+        if in_8_bits:
+            parts = [dw_up] if w_gate is None else [dw_up, dw_gate]
+            named = ready.setdefault("up gradient", {})
+            results[1], *gate = weight_gradients(both, x, x_scale, parts, plan.product_pipeline, named)
+            results[5] = gate[0] if gate else None
     return results
