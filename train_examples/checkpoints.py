@@ -21,7 +21,8 @@ from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
 from train_examples.parallel import Processes
-from train_examples.settings import RunSettings, SettingsError
+from train_examples.rules import SettingsError
+from train_examples.settings import RunSettings
 
 FILE = "checkpoint.pt"
 FOLDERS = "checkpoint-*"

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path, PurePath
 
 from train_examples.data import position, standard_library_files
-from train_examples.settings import PairSettings, SettingsError, check_section
+from train_examples.rules import SettingsError
+from train_examples.settings import PairSettings, check_section
 
 # Shorter texts cannot be searched for: "Return self.", a method that only raises or delegates.
 LEAST_QUERY_WORDS = 3

@@ -23,15 +23,9 @@ from train_examples import loop
 from train_examples.code_pairs import Pair, load_pairs
 from train_examples.command import CONFIGS, in_one_line, start
 from train_examples.retrieval import chance_scores, ranking, ranks, retrieval_scores, tfidf_scores
+from train_examples.rules import SettingsError
 from train_examples.scores import Scores, score_table
-from train_examples.settings import (
-    CodeSearchSettings,
-    LayerSettings,
-    ModelSettings,
-    SearchSettings,
-    SettingsError,
-    register_settings,
-)
+from train_examples.settings import CodeSearchSettings, LayerSettings, ModelSettings, SearchSettings, register_settings
 from train_examples.transformer import Transformer, replace_if_asked
 from train_examples.vocabulary import PADDING, Vocabulary
 

@@ -17,7 +17,8 @@ from omegaconf import DictConfig
 from fusedlayers.folders import check_folder
 from fusedlayers.functional import switches
 from train_examples.checkpoints import find_checkpoint, newest, read_checkpoint
-from train_examples.settings import RunSettings, Settings, SettingsError, as_settings
+from train_examples.rules import SettingsError
+from train_examples.settings import RunSettings, Settings, as_settings
 
 CONFIGS = str(Path(__file__).parents[1] / "configs")
 # The beginning of Hydra's ValueError for a group whose value is a number, a bool or null; it does not name the group.

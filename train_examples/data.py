@@ -11,7 +11,8 @@ from pathlib import Path, PurePath
 import torch
 from torch import Tensor
 
-from train_examples.settings import DataSettings, SettingsError, check_section
+from train_examples.rules import SettingsError
+from train_examples.settings import DataSettings, check_section
 
 # Installed packages are not the standard library, test folders hold files broken on purpose, the rest are tables.
 SKIPPED_FOLDERS = frozenset(

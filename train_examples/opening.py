@@ -24,7 +24,8 @@ from train_examples.checkpoints import newest, steps_done
 from train_examples.command import CONFIGS, INTERRUPTED, checked_settings, in_one_line
 from train_examples.language_model import build_model, next_token_loss
 from train_examples.loop import choose_precision
-from train_examples.settings import LanguageModelSettings, LayerSettings, SettingsError, register_settings
+from train_examples.rules import SettingsError
+from train_examples.settings import LanguageModelSettings, LayerSettings, register_settings
 from train_examples.transformer import feed_forward
 
 # Seconds of a run outside its steps: imports, evaluation, the sample and the pictures.

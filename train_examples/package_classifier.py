@@ -22,14 +22,9 @@ from train_examples import loop, split_factor
 from train_examples.command import CONFIGS, in_one_line, start
 from train_examples.hashed_features import HashedFeatures, SparseRows, dense_rows, linear_predictions
 from train_examples.retrieval import shortened
+from train_examples.rules import SettingsError
 from train_examples.scores import Scores, accuracy_scores, majority_scores, score_table
-from train_examples.settings import (
-    ClassifierSettings,
-    LayerSettings,
-    PackageClassifierSettings,
-    SettingsError,
-    register_settings,
-)
+from train_examples.settings import ClassifierSettings, LayerSettings, PackageClassifierSettings, register_settings
 from train_examples.source_windows import Window, load_windows
 
 # Windows that an evaluation makes dense at once: limits its memory.

@@ -21,7 +21,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 
 from fusedlayers import FusedFFN, LinearCrossEntropyLoss
 from fusedlayers.parallel import FusedFFNParallel, LinearCrossEntropyLossParallel
-from train_examples.settings import RunSettings, SettingsError
+from train_examples.rules import SettingsError
+from train_examples.settings import RunSettings
 
 KINDS = ("none", "ddp", "fsdp", "tp")
 

@@ -133,6 +133,36 @@ def overlaid_losses(
     figure.savefig(path)
 
 
+def losses_of_seeds(
+    runs: Mapping[str, Mapping[str, list[tuple[int, float]]]], base: str, unit: str, title: str, path: Path
+) -> None:
+    """The losses of every seed of every kind of run, and beside them their distances from the mean of ``base``, whose
+    seeds span a band, as a PNG at ``path``."""
+    figure = Figure(figsize=(12, 4.3), dpi=150, layout="constrained")
+    losses, distances = figure.subplots(1, 2)
+    steps = [step for step, _ in next(iter(runs[base].values()))]
+    of_base = [[loss for _, loss in seed] for seed in runs[base].values()]
+    means = [sum(column) / len(column) for column in zip(*of_base, strict=True)]
+    apart = [[loss - middle for loss, middle in zip(seed, means, strict=True)] for seed in of_base]
+    ends = [(min(column), max(column)) for column in zip(*apart, strict=True)]
+    lowest, highest = zip(*ends, strict=True)
+    distances.fill_between(steps, lowest, highest, color=MORE_COLOURS[0], alpha=0.25, label=f"{base}, all seeds")
+    for colour, (name, seeds) in zip(MORE_COLOURS, runs.items(), strict=False):
+        for position, seed in enumerate(seeds.values()):
+            values = [loss for _, loss in seed]
+            label = name if position == 0 else None
+            losses.plot(steps, values, color=colour, linewidth=1.3, label=label)
+            if name != base:
+                away = [value - middle for value, middle in zip(values, means, strict=True)]
+                distances.plot(steps, away, color=colour, linewidth=1.3, label=label)
+    style(losses, "Validation loss (lower is better)", "step", unit)
+    style(distances, f"minus the mean of {base}", "step", unit)
+    losses.legend(frameon=False)
+    distances.legend(frameon=False)
+    figure.suptitle(title, fontsize=12, color=TEXT, wrap=True)
+    figure.savefig(path)
+
+
 def split_factors(microseconds: Mapping[str, float], title: str, path: Path) -> None:
     """Time over the number of splits, named ``S = 1``, ``S = 2``, ..., and every other name as a horizontal line, as a
     PNG at ``path``."""

@@ -6,75 +6,37 @@ stops the run before anything is read or built.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
 from dataclasses import dataclass, field, fields
-from typing import Any, NamedTuple, TypeVar
+from typing import TypeVar
 
-import torch
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from fusedlayers.functional.linear import check_split_k
 from fusedlayers.kernels.activations import canonical_activation
-
-
-class SettingsError(ValueError):
-    """An invalid setting: the message names it and its value, and says what was expected."""
-
-
-class Rule(NamedTuple):
-    """What a value must be, in words that follow "expected", and a check; NaN must fail every comparison."""
-
-    expected: str
-    holds: Callable[[Any], bool]
-
-
-def one_of(*words: str) -> Rule:
-    """The value is one of these words."""
-    listed = f"{', '.join(words[:-1])} or {words[-1]}" if words[1:] else words[0]
-    return Rule(listed, lambda value: value in words)
-
-
-def only_auto(reason: str) -> Rule:
-    """The value must be ``auto``, because an example cannot use another one."""
-    return Rule(f"auto: {reason}", lambda value: value == "auto")
-
-
-def checked(rule: Rule, default: Any = MISSING) -> Any:
-    """A setting with a rule."""
-    return field(default=default, metadata={"rule": rule})
-
-
-def accelerators() -> set[str]:
-    """The values of ``run.accelerator`` that this machine has a device for."""
-    found = {"auto", "cpu"}
-    if torch.cuda.is_available():
-        found |= {"cuda", "gpu"}
-    if torch.backends.mps.is_available():
-        found |= {"mps", "gpu"}
-    return found
-
-
-COUNT = Rule("1 or more", lambda value: value >= 1)
-FINITE = Rule("a finite number", lambda value: math.isfinite(value))
-THREADS = Rule("1 or more, or null", lambda value: value is None or value >= 1)
-COUNT_OR_NONE = Rule("0 or more", lambda value: value >= 0)
-NOT_NEGATIVE = Rule("a finite number, 0 or more", lambda value: 0 <= value < math.inf)
-ABOVE_ZERO = Rule("a number above 0 that is finite", lambda value: 0 < value < math.inf)
-PART = Rule("a number between 0 and 1, both excluded", lambda value: 0 < value < 1)
-BYTES = Rule("256 or more: one token for each byte", lambda value: value >= 256)
-SHARE = Rule("a share in [0, 1)", lambda value: 0 <= value < 1)
-PROBABILITY = Rule("a probability in [0, 1)", lambda value: 0 <= value < 1)
-SEED = Rule("an integer that torch takes as a seed, -2**63 to 2**64 - 1", lambda value: -(2**63) <= value < 2**64)
-FOLDER = Rule("the name of a folder", bool)
-ACCELERATOR = Rule("auto, cpu, or a cuda, gpu or mps that this machine has", lambda value: value in accelerators())
-PRECISION = one_of("auto", "32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true", "64-true")
-# As in FusedFFN: 0 and 1 equal False and True, so they are not byte counts.
-RECOMPUTE = Rule(
-    "auto, true or false, or a number of bytes above 1",
-    lambda value: value == "auto" or isinstance(value, bool) or (isinstance(value, int) and value > 1),
+from train_examples.rules import (
+    ABOVE_ZERO,
+    ACCELERATOR,
+    BYTES,
+    COUNT,
+    COUNT_OR_NONE,
+    FINITE,
+    FLOAT8,
+    FOLDER,
+    NOT_NEGATIVE,
+    ONLY_NULL,
+    PART,
+    PRECISION,
+    PROBABILITY,
+    RECOMPUTE,
+    SEED,
+    SHARE,
+    THREADS,
+    SettingsError,
+    checked,
+    one_of,
+    only_auto,
 )
 
 
@@ -139,6 +101,7 @@ class LayerSettings:
 
     kind: str = checked(one_of("fused", "torch", "replaced"))
     recompute: bool | int | str = checked(RECOMPUTE, "auto")  # of FusedFFN: auto, true, false, or bytes it may keep
+    precision: str | None = checked(FLOAT8, None)  # of FusedFFN: null is that of the run, fp8 8 bits where they pay
     split_k: int | str = checked(only_auto("no layer of this model takes it"), "auto")
 
 
@@ -156,6 +119,7 @@ class WideLayerSettings(LayerSettings):
 
     kind: str = checked(one_of("fused", "torch"))
     recompute: bool | int | str = checked(only_auto("there is no feed-forward block"), "auto")
+    precision: str | None = checked(ONLY_NULL, None)
     split_k: int | str = "auto"  # of SplitKLinear: auto, or the number of splits of each product's reduction axis
 
 
@@ -311,6 +275,8 @@ def check(settings: LanguageModelSettings | CodeSearchSettings | PackageClassifi
     """
     for section in fields(settings):
         check_section(section.name, getattr(settings, section.name))
+    if settings.layers.kind == "torch" and settings.layers.precision is not None:
+        raise SettingsError(f"layers.precision is {settings.layers.precision}; expected null with layers=torch")
     check_intervals(settings.run)
     if isinstance(settings, PackageClassifierSettings):
         check_wide_layer(settings.layers)
@@ -318,6 +284,11 @@ def check(settings: LanguageModelSettings | CodeSearchSettings | PackageClassifi
     check_model(settings.model)
     if isinstance(settings, LanguageModelSettings) and settings.model.experts and settings.parallel.kind == "tp":
         raise SettingsError("parallel.kind is tp; expected none, ddp or fsdp with model.experts above 0")
+    if settings.layers.precision is not None:
+        if settings.model.experts:
+            raise SettingsError("layers.precision is not null; expected null with model.experts above 0")
+        if isinstance(settings, LanguageModelSettings) and settings.parallel.kind == "tp":
+            raise SettingsError("layers.precision is not null; expected null with parallel=tp")
     if isinstance(settings, CodeSearchSettings):
         check_search(settings)
     else:

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from train_examples.data import position, standard_library_files
-from train_examples.settings import SettingsError, WindowSettings, check_section
+from train_examples.rules import SettingsError
+from train_examples.settings import WindowSettings, check_section
 
 # The accuracy on fewer windows of a package is mostly luck.
 LEAST_WINDOWS = 10

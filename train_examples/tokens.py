@@ -20,7 +20,8 @@ from torch import Tensor
 
 from fusedlayers.folders import check_folder
 from train_examples.data import Text
-from train_examples.settings import SettingsError, VocabularySettings
+from train_examples.rules import SettingsError
+from train_examples.settings import VocabularySettings
 
 # A token always ends before the last of some line breaks, if no white space follows it: cutting the text there does not
 # change its tokens.

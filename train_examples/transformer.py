@@ -157,8 +157,9 @@ def feed_forward(model: ModelSettings, layers: LayerSettings) -> nn.Module:
         return Mixture(*sizes)
     if layers.kind == "fused":
         return fusedlayers.FusedFFN(
-            model.d_model, model.d_ff, model.activation, model.gated, model.bias, model.dropout, recompute(layers)
-        )
+            model.d_model, model.d_ff, model.activation, model.gated, model.bias, model.dropout, recompute(layers),
+            precision=layers.precision,
+        )  # fmt: skip
     return FeedForward(model.d_model, model.d_ff, model.activation, model.gated, model.bias, model.dropout)
 
 
@@ -167,7 +168,7 @@ def replace_if_asked(model: nn.Module, layers: LayerSettings) -> None:
     if layers.kind == "replaced":
         # A model with experts has no block of this class, and the report would list the rule as unused.
         rules = [FEED_FORWARD_RULE] if any(type(module) is FeedForward for module in model.modules()) else []
-        print(fusedlayers.replace(model, rules=rules, recompute=recompute(layers)))
+        print(fusedlayers.replace(model, rules=rules, recompute=recompute(layers), precision=layers.precision))
 
 
 def recompute(layers: LayerSettings) -> Literal["auto"] | bool | int:

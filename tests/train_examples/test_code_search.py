@@ -32,7 +32,8 @@ from tests.support.training_runs import (
 from train_examples import code_search, comparison
 from train_examples.code_pairs import Pair, Pairs, as_pair, functions, load_pairs
 from train_examples.retrieval import chance_scores, ranking, ranks, retrieval_scores, tfidf_scores
-from train_examples.settings import PairSettings, SettingsError
+from train_examples.rules import SettingsError
+from train_examples.settings import PairSettings
 from train_examples.transformer import FeedForward
 from train_examples.vocabulary import PADDING, Vocabulary
 

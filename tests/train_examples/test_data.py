@@ -10,7 +10,8 @@ import torch
 
 from tests.support import seeds
 from train_examples.data import fixed_windows, load_text, random_windows
-from train_examples.settings import DataSettings, SettingsError
+from train_examples.rules import SettingsError
+from train_examples.settings import DataSettings
 
 
 @pytest.fixture

@@ -25,7 +25,7 @@ from tests.support.training_runs import ROOT, TEXT, TINY, distance, parity_losse
 from train_examples import language_model, loop
 from train_examples.command import Messages
 from train_examples.language_model import build_model, flops_per_token, next_token_loss
-from train_examples.settings import SettingsError
+from train_examples.rules import SettingsError
 from train_examples.transformer import rotary_tables, rotate
 
 

@@ -12,7 +12,8 @@ from tests.support.training_runs import TEXT, assert_same_checkpoint, settings, 
 from train_examples import comparison, end_to_end, tokens
 from train_examples.data import Text, load_text
 from train_examples.language_model import flops_per_token
-from train_examples.settings import DataSettings, SettingsError, VocabularySettings
+from train_examples.rules import SettingsError
+from train_examples.settings import DataSettings, VocabularySettings
 from train_examples.summaries import read_run
 from train_examples.tokens import CUTS, learn, tokenized
 

@@ -25,7 +25,8 @@ from tests.support.training_runs import (
 )
 from train_examples import loop
 from train_examples.parallel import check_parallel
-from train_examples.settings import RunSettings, SettingsError
+from train_examples.rules import SettingsError
+from train_examples.settings import RunSettings
 
 pytestmark = [
     pytest.mark.xdist_group("two processes of the language model"),

@@ -25,7 +25,7 @@ from tests.support.training_runs import (
 from train_examples import loop
 from train_examples.language_model import build_model
 from train_examples.parallel import Processes
-from train_examples.settings import SettingsError
+from train_examples.rules import SettingsError
 
 
 def contents(directory: Path) -> dict[str, bytes]:

@@ -14,7 +14,7 @@ from fusedlayers.replacing.experts import FusedExperts
 from tests.support.training_runs import settings, train
 from train_examples.language_model import build_model, flops_per_token
 from train_examples.mixture import Experts, Mixture
-from train_examples.settings import SettingsError
+from train_examples.rules import SettingsError
 
 EXPERTS = ("model=experts", "model.d_ff=24", "model.context=32", "model.d_model=32", "model.heads=2", "model.layers=2")
 KINDS = ("torch", "fused", "replaced")

@@ -33,8 +33,9 @@ from tests.train_examples.test_source_windows import SPLIT
 from train_examples import comparison, package_classifier, plots, split_factor
 from train_examples.hashed_features import HashedFeatures, dense_rows, linear_predictions
 from train_examples.package_classifier import PackageClassifier
+from train_examples.rules import SettingsError
 from train_examples.scores import accuracy_scores, majority_scores, score_table
-from train_examples.settings import ClassifierSettings, LayerSettings, SettingsError, WindowSettings
+from train_examples.settings import ClassifierSettings, LayerSettings, WindowSettings
 from train_examples.source_windows import load_windows
 
 # Few enough that a run reads a moment and not seconds.

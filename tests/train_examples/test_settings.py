@@ -15,12 +15,8 @@ import torch
 
 from tests.support.training_runs import ROOT, TINY, classifier_settings, search_settings, settings, train
 from train_examples import comparison, language_model, loop
-from train_examples.settings import (
-    CodeSearchSettings,
-    LanguageModelSettings,
-    PackageClassifierSettings,
-    SettingsError,
-)
+from train_examples.rules import SettingsError
+from train_examples.settings import CodeSearchSettings, LanguageModelSettings, PackageClassifierSettings
 from train_examples.transformer import feed_forward
 
 # Of these the rule needs another setting, the interval of the rows.

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from train_examples.settings import SettingsError, WindowSettings
+from train_examples.rules import SettingsError
+from train_examples.settings import WindowSettings
 from train_examples.source_windows import Window, Windows, load_windows, module_of
 
 SPLIT = {"validation_fraction": 0.15, "test_fraction": 0.15}
