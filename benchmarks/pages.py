@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 from fusedlayers.bench import tables
 from tests.models import family_table, step_table
-from train_examples import end_to_end
+from train_examples import end_to_end, precision_losses
 from train_examples.tables import table
 
 from . import drawn, float8, host_tables, layer_tables, step_tables
@@ -106,6 +106,11 @@ def _most_complete(place: str, wanted: Callable[[Any], int]) -> Any:
 
 def _whole_runs() -> str:
     found = end_to_end.markdown(json.loads(end_to_end.RECORD.read_text()))
+    return found.replace("](train_examples", "](../train_examples")
+
+
+def _loss_curves() -> str:
+    found = precision_losses.markdown(json.loads(precision_losses.RECORD.read_text()))
     return found.replace("](train_examples", "](../train_examples")
 
 
@@ -234,6 +239,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "steps in fp8": _fp8_steps,
     "what to expect": _expectations,
     "whole runs": _whole_runs,
+    "fp8, loss curves": _loss_curves,
     "families": lambda: step_table.markdown(json.loads(step_table.RECORD.read_text())),
     "every family": lambda: family_table.markdown(json.loads(family_table.RECORD.read_text())),
     **{name: place.shown for name, place in PLACES.items()},

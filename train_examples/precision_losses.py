@@ -66,11 +66,14 @@ def markdown(record: Row) -> str:
     config = record["config"]
     model, optimizer = config["model"], config["optim"]
     tokens = config["run"]["batch_size"] * model["context"]
+    planned = f"{config['run']['steps']:,}"
+    steps = planned if record["steps"] == config["run"]["steps"] else f"the first {record['steps']:,} of {planned}"
+    source = RECORD.relative_to(ROOT).as_posix()
     conditions = (
         f"Measured on {record['device']}, {record['precision']}, torch {record['torch']}, Triton {record['triton']}, "
-        f"{origin_of(record)}: the language model of the examples, model={model['name']} ({model['layers']} layers of "
-        f"{model['d_model']} × {model['d_ff']}), {record['steps']:,} steps of {tokens:,} tokens, learning rate "
-        f"{optimizer['learning_rate']:g}."
+        f"{origin_of(record)} (`{source}`): the language model of the examples, model={model['name']} "
+        f"({model['layers']} layers of {model['d_model']} × {model['d_ff']}), {steps} steps of {tokens:,} tokens, "
+        f"learning rate {optimizer['learning_rate']:g}."
     )
     final = {name: [losses[-1][1] for losses in seeds.values()] for name, seeds in record["runs"].items()}
     base = mean(final[BASE])
@@ -79,7 +82,7 @@ def markdown(record: Row) -> str:
             name,
             ", ".join(f"{loss:.4f}" for loss in losses),
             f"{mean(losses):.4f}",
-            f"{mean(losses) - base:+.4f}",
+            "" if name == BASE else f"{mean(losses) - base:+.4f}".replace("-", "−"),
             f"{max(losses) - min(losses):.4f}",
         )
         for name, losses in final.items()

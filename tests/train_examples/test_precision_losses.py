@@ -42,12 +42,12 @@ def test_curves_are_grouped_by_precision_and_seed(runs: list[Path], tmp_path: Pa
 def test_runs_that_cannot_be_compared_are_named(runs: list[Path], tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="second run in 16 bits with seed 0"):
         record_of([runs[0], runs[0]])
-    with pytest.raises(ValueError, match="expected runs without layers.precision"):
+    with pytest.raises(ValueError, match=r"expected runs without layers\.precision"):
         record_of([runs[2]])
     train(tmp_path / "slow", *OPTIONS, "optim.learning_rate=1e-4")
     with pytest.raises(ValueError, match=r"slow differs from .* in config"):
         record_of([runs[0], tmp_path / "slow"])
-    with pytest.raises(SystemExit, match="error: .*absent"):
+    with pytest.raises(SystemExit, match=r"error: .*absent"):
         precision_losses.main([str(tmp_path / "absent")])
 
 
