@@ -159,10 +159,19 @@ def quantised(x: Tensor, ready: dict[Any, Any]) -> Scaled:
 
 
 def product(
-    left: Scaled, right: Scaled, bias: Tensor | None, pipeline: EpiloguePipeline, like: Tensor, ready: dict[Any, Any]
+    left: Scaled,
+    right: Scaled,
+    bias: Tensor | None,
+    pipeline: EpiloguePipeline,
+    like: Tensor,
+    ready: dict[Any, Any],
+    low_rank: kernels.LowRank | None = None,
 ) -> Tensor:
-    """``left rightᵀ + bias`` in the dtype of ``like``: left ``[M, K]``, right ``[N, K]`` -> ``[M, N]``."""
-    return kernels.scaled_product(left, right, packed(bias), pipeline, like.dtype, ready)
+    """``left rightᵀ + bias`` in the dtype of ``like``: left ``[M, K]``, right ``[N, K]`` -> ``[M, N]``.
+
+    The product of ``low_rank`` is added in 16 bits: ``[M, R]`` and ``[R, N]``.
+    """
+    return kernels.scaled_product(left, right, packed(bias), pipeline, like.dtype, ready, low_rank)
 
 
 def weight_gradients(

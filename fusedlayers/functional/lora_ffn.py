@@ -12,15 +12,17 @@ from ..kernels.activations import canonical_activation
 from ..kernels.gemm_epilogue import aligned_columns
 from ..kernels.gemm_gemm import Arithmetic
 from ..planning import Plan
+from ..planning.float8 import Float8LoRAProblem
 from ..planning.lora_ffn import LoRAProblem
 from .call import subclass_of, wants_gradient
 from .custom_ops import Result, Results
 from .ffn import dropping
 from .ffn.adapters import FACTORS, Adapted
 from .ffn.arguments import check_lora_ffn, checked_dropout, ffn_problem
-from .ffn.passes import FFNOperation
-from .operation import Tensors, formula
+from .ffn.passes import FFNOperation, Float8Operation
+from .operation import Operation, Tensors, formula
 from .options import checked_flag, checked_number
+from .precision import Float8, precision_word
 from .prepared import Prepared
 
 
@@ -46,6 +48,7 @@ def lora_ffn(
     adapter_dropout_p: float = 0.0,
     shared_dropout: bool = False,
     dropout_seed: Tensor | None = None,
+    precision: str | Float8 | None = None,
 ) -> Tensor:
     """Feed-forward block whose linear layers compute ``x Wᵀ + b + scale (dropout(x) Aᵀ) Bᵀ`` (Hu et al., "LoRA", 2021).
 
@@ -74,6 +77,9 @@ def lora_ffn(
             one linear layer that holds both does.
         dropout_seed: int64 ``[1]`` on the device of x, which alone determines the masks; None draws one from the
             default generator. DTensors draw their own masks instead.
+        precision: None, or "fp8" or a :class:`fusedlayers.Float8`: the products with w_up, w_gate and w_down, and those
+            of the gradients of x and the hidden, run in 8 bits where they can and where that is faster, else as with
+            None; ``explain`` says which. Adapters stay in 16 bits, and so do the gradients of adapters and weights.
 
     Returns:
         ``[*B, M, O]`` in the dtype of x (under autocast: in autocast's dtype). float16, bfloat16 and float32 can run in
@@ -81,13 +87,14 @@ def lora_ffn(
 
     Raises:
         TypeError: an argument of the wrong type, a dtype that is not real floating or differs from that of x.
-        ValueError: shapes that do not fit together, tensors on different devices, an unknown activation, half of an
-            adapter, a scale that is not finite, ``adapter_dropout_p`` outside [0, 1), ``shared_dropout`` without gate.
+        ValueError: shapes that do not fit together, tensors on different devices, an unknown activation or
+            ``precision``, half of an adapter, a scale that is not finite, ``adapter_dropout_p`` outside [0, 1),
+            ``shared_dropout`` without gate.
         RuntimeError: ``FUSEDLAYERS_BACKEND=triton`` or ``FUSEDLAYERS_STRICT=1`` where the kernels cannot run.
     """
     return LORA_FFN(
         x, w_up, w_down, b_up, b_down, w_gate, b_gate, up_a, up_b, down_a, down_b, gate_a, gate_b, activation,
-        up_scale, down_scale, gate_scale, adapter_dropout_p, shared_dropout, dropout_seed,
+        up_scale, down_scale, gate_scale, adapter_dropout_p, shared_dropout, dropout_seed, precision_word(precision),
     )  # fmt: skip
 
 
@@ -99,7 +106,7 @@ class _LoRAFFN(FFNOperation):
     operands = f"{FFNOperation.operands} {' '.join(f'{name}?' for name in FACTORS)} adapter_seed?"
 
     def check(self, tensors: Tensors, options: tuple[Any, ...]) -> tuple[Any, ...]:
-        activation, *scales, dropout_p, shared = options
+        activation, *scales, dropout_p, shared, precision = options
         activation = canonical_activation(activation)
         check_lora_ffn(tensors)
         checked_dropout("adapter_dropout_p", dropout_p)
@@ -108,13 +115,16 @@ class _LoRAFFN(FFNOperation):
             raise ValueError("shared_dropout must be False, because w_gate is None")
         names = self.option_names[1:4]
         checked = [checked_number(name, each, "a finite number") for name, each in zip(names, scales, strict=True)]
-        return activation, *checked, float(dropout_p), shared
+        return activation, *checked, float(dropout_p), shared, precision_word(precision)
+
+    def variant(self, options: tuple[Any, ...]) -> Operation:
+        return self if options[-1] is None else FLOAT8_LORA_FFN
 
     def problem(self, tensors: Tensors, options: tuple[Any, ...]) -> LoRAProblem:
         _, w_up, w_down, _, _, w_gate, _, *factors, _ = tensors
         plain = ffn_problem(*tensors[:7], activation=options[0], dropout_p=0.0, recompute="auto")
         rank_up, rank_down, rank_gate = (0 if a is None else a.shape[0] for a in factors[::2])
-        facts = plain.__getstate__() | {"operation": self.name, "subclass": subclass_of(*tensors)}
+        facts = plain.__getstate__() | {"operation": "lora_ffn", "subclass": subclass_of(*tensors)}
         facts["needs_weight_gradient"] = wants_gradient(w_up, w_down, w_gate)
         dropout = options[4] > 0 and any((rank_up, rank_down, rank_gate))
         return LoRAProblem(
@@ -184,4 +194,15 @@ class _LoRAFFN(FFNOperation):
         return given, [*made, *inner]
 
 
+class _Float8LoRAFFN(Float8Operation, _LoRAFFN):
+    """The FFN with adapters in 8 bits."""
+
+    problem_type = Float8LoRAProblem
+
+    @property
+    def plain(self) -> Operation:
+        return LORA_FFN
+
+
 LORA_FFN = _LoRAFFN(lora_ffn)
+FLOAT8_LORA_FFN = _Float8LoRAFFN(lora_ffn, "float8_")

@@ -104,10 +104,10 @@ class AdaptedFFNPieces(FFNPieces):
         recompute: Literal["auto"] | bool | int = "auto",
         precision: str | None = None,
     ) -> dict[str, Any]:
-        """The arguments of ``functional.lora_ffn``, which has no residual, ``recompute`` or ``precision``."""
+        """The arguments of ``functional.lora_ffn``, which has no residual or ``recompute``."""
         if self._base is not None:
             return self._base.arguments(x, residual, recompute, precision)
-        tensors, options = self._given(x)
+        tensors, options = self._given(x, precision)
         names = (*LORA_FFN.tensor_names, *LORA_FFN.option_names)
         return dict(zip(names, (*tensors, *options), strict=True))
 
@@ -127,12 +127,12 @@ class AdaptedFFNPieces(FFNPieces):
         if self.dropout_p:
             return None
         in_kernels = self.gate_rows is not None and not self.adapter_dropout_p
-        tensors, options = self._given(x)
+        tensors, options = self._given(x, precision)
         call = None if options != self._calls.options else self._calls.recall(tensors)
         y: Tensor | None = self._run(LORA_FFN, call, tensors, options, in_kernels)
         return y if y is None or residual is None else y + residual
 
-    def _given(self, x: Tensor) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    def _given(self, x: Tensor, precision: str | None) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         """Tensors and options of ``functional.lora_ffn``, in its order."""
         up, down = _read(self._up(), self._adapters[0]), _read(self._down(), self._adapters[1])
         gate = _NO_LINEAR if self._gate is None else _read(self._gate(), self._adapters[2])
@@ -144,7 +144,7 @@ class AdaptedFFNPieces(FFNPieces):
         )  # fmt: skip
         # The one adapter of a linear that holds gate and up projection drops x once.
         dropout = self.adapter_dropout_p, self.gate_rows is not None
-        return (*tensors, None), (self.activation, up.scale, down.scale, gate.scale, *dropout)
+        return (*tensors, None), (self.activation, up.scale, down.scale, gate.scale, *dropout, precision)
 
 
 def ffn_pieces(up: nn.Module, down: nn.Module, gate: nn.Module | None, *rest: Any) -> FFNPieces:

@@ -215,6 +215,8 @@ def traced_ffn(
             dropout_p = dropout.p if dropout.training else 0.0
         else:
             dropout_p = dropout if block.training else 0.0
+    if recompute is None:
+        recompute, precision = block.recompute, block.precision
     if adapters is not None:
         (up_a, up_b, _, up_scale, _), (down_a, down_b, _, down_scale, _) = factors[:2]
         gate_a, gate_b, _, gate_scale, _ = factors[2] if gate_path is not None else (None, None, None, 1.0, 0.0)
@@ -230,11 +232,9 @@ def traced_ffn(
             return None
         y = _adapted_operation(
             x, w_up, w_down, b_up, b_down, w_gate, b_gate, up_a, up_b, down_a, down_b, gate_a, gate_b, activation,
-            up_scale, down_scale, gate_scale, drops[0], gate_rows is not None, None, switches,
+            up_scale, down_scale, gate_scale, drops[0], gate_rows is not None, None, precision, switches,
         )[0]  # fmt: skip
         return y if residual is None else y + residual
-    if recompute is None:
-        recompute, precision = block.recompute, block.precision
     y = _operation(
         x, w_up, w_down, b_up, b_down, w_gate, b_gate, activation, dropout_p, f"{recompute}", residual, None,
         precision, switches,

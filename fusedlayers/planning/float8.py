@@ -12,6 +12,7 @@ from .call import Call, Decision, Facts
 from .devices import Device, floor_seconds
 from .gemm_gemm import Problem
 from .linear import LinearProblem
+from .lora_ffn import LoRAProblem
 from .measured import fitted
 from .weight_gradient import WeightGradientPlan
 
@@ -59,7 +60,8 @@ class Float8Problem(Problem):
     def flops_in_16_bits(self) -> int:
         """Of weight gradients."""
         up = 0 if self.up_gradient_in_8_bits else (2 if self.gated else 1) * self.K
-        return 2 * self.M * self.N * (up + (0 if self.down_gradient_in_8_bits else self.O))
+        down = 0 if self.down_gradient_in_8_bits else self.O
+        return 2 * self.M * self.N * (up + down) * self.needs_weight_gradient
 
     @property
     def plain(self) -> Problem:
@@ -105,6 +107,35 @@ class Float8Problem(Problem):
 
 
 @dataclass(frozen=True)
+class Float8LoRAProblem(Float8Problem, LoRAProblem):
+    """An FFN in 8 bits, with adapters in 16; weights are mostly frozen, and their gradients, if any, in 16 bits."""
+
+    up_gradient_in_8_bits: ClassVar[bool] = False  # type: ignore[misc]
+    down_gradient_in_8_bits: ClassVar[bool] = False  # type: ignore[misc]
+
+    __hash__ = Call.__hash__
+
+    @property
+    def flops_in_16_bits(self) -> int:
+        """Of weight gradients, and of adapters."""
+        return super().flops_in_16_bits + sum(self.adapter_flops)
+
+    @property
+    def plain(self) -> LoRAProblem:
+        """The same call in 16 bits."""
+        return LoRAProblem(**_without_recipe(self))
+
+    @property
+    def kept_elements(self) -> int:
+        """x, the pre-activations and the products with A."""
+        return super().kept_elements + self.M * self.ranks
+
+    @property
+    def workspace_bytes(self) -> int:
+        return super().workspace_bytes + max(self.dropped_bytes)
+
+
+@dataclass(frozen=True)
 class Float8LinearProblem(LinearProblem):
     """A linear layer in 8 bits."""
 
@@ -121,7 +152,7 @@ class Float8LinearProblem(LinearProblem):
     @property
     def flops_in_16_bits(self) -> int:
         """Of weight gradients."""
-        return 0 if self.weight_gradient_in_8_bits else 2 * self.M * self.N * self.K
+        return 0 if self.weight_gradient_in_8_bits else 2 * self.M * self.N * self.K * self.needs_weight_gradient
 
     @property
     def plain(self) -> LinearProblem:
@@ -210,7 +241,7 @@ def plan(problem: Any, device: Device, backend: str = "auto") -> Float8Plan:
     reason = why_not(problem, device, backend)
     p, in_8_bits = problem, reason is None
     forward, backward = p.model_flops
-    in_16_bits = p.flops_in_16_bits if p.needs_weight_gradient else 0
+    in_16_bits = p.flops_in_16_bits
     plain = p.plain.plan(device, backend)
     options: dict[str, Any] = {"saved_bytes": plain.saved_bytes, "workspace_bytes": plain.workspace_bytes}
     if in_8_bits:

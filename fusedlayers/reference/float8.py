@@ -90,10 +90,12 @@ def scaled_hidden_gradient(
     activation: str,
     dropout_p: float = 0.0,
     seed: Tensor | None = None,
+    added: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    """(dz, dz_gate, h) ``[M, N]`` in float32, for w_down transposed to ``[N, O]``."""
+    """(dz, dz_gate, h) ``[M, N]`` in float32, for w_down transposed to ``[N, O]``; ``added`` is added to dh."""
     act, z = ACTIVATIONS[activation], z.float()
-    d_hidden = dropped(scaled_product(dy, w_down), dropout_p, seed)
+    d_hidden = scaled_product(dy, w_down)
+    d_hidden = dropped(d_hidden if added is None else d_hidden + added, dropout_p, seed)
     again = dropped(hidden(z, None if z_gate is None else z_gate.float(), activation=activation), dropout_p, seed)
     if z_gate is None:
         return act.gradient(d_hidden, z), None, again

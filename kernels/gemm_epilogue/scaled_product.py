@@ -4,9 +4,10 @@ from typing import Any
 
 import torch
 
-from ..hopper import ALIGNMENT, Scaled, untransposed
+from ..hopper import ALIGNMENT, Scaled, matrix, untransposed
 from ..launching import Launch, prepared
 from ..matmul import sm90
+from ..matmul.low_rank import LowRank
 from ..tuning import EpiloguePipeline
 from .scaled_hidden import scaled_matrix
 
@@ -18,14 +19,17 @@ def scaled_product(
     pipeline: EpiloguePipeline,
     dtype: torch.dtype,
     ready: dict[Any, Any] | None = None,
+    low_rank: LowRank | None = None,
 ) -> torch.Tensor:
     """``left rightᵀ + bias`` of ``dtype``: left ``[M, K]``, right ``[N, K]`` -> ``[M, N]``, contiguous.
 
-    Rows of the values begin at multiples of 16 bytes; N is a multiple of 8. Long sums are summed in parts.
+    Rows of the values begin at multiples of 16 bytes; N is a multiple of 8. Long sums are summed in parts. The product
+    of ``low_rank``, in 16 bits, is added on chip: its ``right`` is ``[R, N]``.
 
     Raises ValueError if TMA cannot read an operand or write the result, or if the bias is not contiguous.
     """
     found = left.values.new_empty(left.values.shape[0], right.values.shape[0], dtype=dtype)
+    added = None if low_rank is None else low_rank.divided(left.scale, right.scale, None, 1).copied(True)
 
     def prepare() -> Launch:
         columns = found.shape[1]
@@ -36,8 +40,13 @@ def scaled_product(
         out = untransposed(found)
         assert out is not None, "it is contiguous"
         operands = scaled_matrix("left", left), scaled_matrix("right", right)._replace(transposed=True)
-        return sm90.prepare_scaled_product(*operands, out, pipeline)
+        pair = None
+        if added is not None:
+            pair = scaled_matrix("u", added.left), matrix(added.right)
+            assert pair[1] is not None, "it was copied for TMA"
+        return sm90.prepare_scaled_product(*operands, out, pipeline, pair)
 
     launch = prepared(ready, ("scaled product", dtype), prepare)
-    launch((left.values, right.values, found, bias, left.scale, right.scale))
+    factors = (None, None) if added is None else added[:2]
+    launch((left.values, right.values, *factors, found, bias, left.scale, right.scale))
     return found

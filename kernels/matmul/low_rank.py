@@ -31,6 +31,17 @@ class LowRank(NamedTuple):
             both = torch.cat((other, _placed(self.other, self.first, columns, axis)), axis)
         return torch.cat((left, self.left), 1), torch.cat((right, behind), axis), both
 
+    def divided(self, left: torch.Tensor, right: torch.Tensor, other: torch.Tensor | None, axis: int) -> "LowRank":
+        """The same for a product of 8-bit values, which is multiplied by these scales of rows and columns afterwards.
+
+        Scales are powers of two, so nothing is rounded; bfloat16 has the range for any of them. ``axis`` is that of
+        ``right``'s columns of the result.
+        """
+        return LowRank(
+            _divided(self.left, left, 0), _divided(self.right, right, axis),
+            None if self.other is None or other is None else _divided(self.other, other, axis), self.first,
+        )  # fmt: skip
+
     def copied(self, transposed: bool) -> "LowRank":
         """The same, with ``right`` and ``other`` readable by TMA, and ``transposed`` as their weights are."""
         other = None if self.other is None else _readable(self.other, transposed)
@@ -49,10 +60,11 @@ class LowRankCopies(NamedTuple):
     geometries: tuple[Geometry | None, Geometry | None, Geometry | None] = (None, None, None)
     columns: int = 0  # of ``left``
     first: int = 0
+    step: int = 0  # of the mainloop: as many bytes as of the other product
 
     def whole(self, inner: int, step: int) -> int:
         """The length of the inner axis of both products: the second one begins with a new step of the mainloop."""
-        return -(-inner // step) * step + self.columns if self.columns else inner
+        return -(-inner // step) * step + self.columns * step // self.step if self.columns else inner
 
 
 def low_rank_copies(
@@ -73,7 +85,7 @@ def low_rank_copies(
     rights = [
         None if each is None else _matrix(each).geometry(*right_block) for each in (operands.right, operands.other)
     ]
-    return LowRankCopies((left.geometry(*left_block), rights[0], rights[1]), left.columns, low_rank.first)
+    return LowRankCopies((left.geometry(*left_block), *rights), left.columns, low_rank.first, left_block[1])
 
 
 def _matrix(tensor: torch.Tensor) -> Matrix:
@@ -89,6 +101,14 @@ def _placed(factor: torch.Tensor, first: int, size: int, axis: int) -> torch.Ten
     whole = factor.new_zeros(shape)
     whole.narrow(axis, first, factor.shape[axis]).copy_(factor)
     return whole
+
+
+def _divided(factor: torch.Tensor, scale: torch.Tensor, axis: int) -> torch.Tensor:
+    """The factor in bfloat16, divided by scales along ``axis``, whose elements along the other axis are contiguous."""
+    lines = factor.t() if axis else factor
+    found = torch.empty_like(lines, dtype=torch.bfloat16, memory_format=torch.contiguous_format)
+    torch.div(lines, scale[:, None], out=found)
+    return found.t() if axis else found
 
 
 def _readable(factor: torch.Tensor, transposed: bool) -> torch.Tensor:

@@ -71,6 +71,11 @@ class EpiloguePipeline:
         buffers = 2 * (self.slots + self.z_stages)
         return stages_that_fit(sum(self.tile), self.step, buffers, self.most_stages, self.bits)
 
+    @property
+    def low_rank_step(self) -> int:
+        """A step of the 16-bit operands of a low-rank product, which has as many bytes."""
+        return self.step * self.bits // 16
+
     @staticmethod
     def tiles(rows: int, columns: int) -> tuple[int, int]:
         """(tile rows, tile columns) of a result of this size."""

@@ -17,6 +17,7 @@ from fusedlayers.functional import dispatch, float8, operation
 from fusedlayers.functional.ffn import float8 as ffn
 from fusedlayers.kernels import gemm_epilogue
 from fusedlayers.kernels.float8 import Scaled
+from fusedlayers.kernels.gemm_epilogue import LowRank
 from fusedlayers.planning import float8 as planning
 from fusedlayers.reference import float8 as reference
 
@@ -44,19 +45,31 @@ def transposed_pair(left: Scaled, right: Tensor, right_scale: Tensor, ready: Any
 
 
 def scaled_product(
-    left: Scaled, right: Scaled, bias: Tensor | None, pipeline: Any, dtype: torch.dtype, ready: Any = None
-) -> Tensor:
+    left: Scaled, right: Scaled, bias: Tensor | None, pipeline: Any, dtype: torch.dtype, ready: Any = None,
+    low_rank: LowRank | None = None,
+) -> Tensor:  # fmt: skip
     """As the launcher of that name."""
     y = reference.scaled_product(left, right)
-    return (y if bias is None else y + bias).to(dtype)
+    added = bias if low_rank is None else plus(bias, low_rank.left, low_rank.right)
+    return (y if added is None else y + added).to(dtype)
+
+
+def plus(bias: Any, left: Tensor, right: Tensor) -> Tensor:
+    """The product of ``left``, whose further columns are padding, and ``right``, plus a bias or any other addend."""
+    product = left[:, : right.shape[0]].float() @ right.float()
+    return product if bias is None else product + bias
 
 
 def scaled_hidden(
     x: Scaled, w_up: Scaled, b_up: Any, w_gate: Any, b_gate: Any, keep: bool, arithmetic: Any, pipeline: Any,
-    dtype: torch.dtype, dropout: Any = None, ready: Any = None,
+    dtype: torch.dtype, dropout: Any = None, ready: Any = None, low_rank: LowRank | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
     """As the launcher of that name."""
     dropped = {} if dropout is None else {"dropout_p": dropout.p, "seed": dropout.seed}
+    if low_rank is not None:
+        b_up = plus(b_up, low_rank.left, low_rank.right.T)
+        if low_rank.other is not None:
+            b_gate = plus(b_gate, low_rank.left[:, low_rank.first :], low_rank.other.T)
     made = reference.scaled_hidden(x, w_up, b_up, w_gate, b_gate, activation=arithmetic.activation, **dropped)
     h, *z = (None if each is None else each.to(dtype) for each in made)
     assert h is not None
@@ -65,10 +78,11 @@ def scaled_hidden(
 
 def scaled_hidden_gradient(
     dy: Scaled, w_down: Scaled, z: Tensor, z_gate: Tensor | None, keep_hidden: bool, arithmetic: Any, pipeline: Any,
-    dropout: Any = None, ready: Any = None,
+    dropout: Any = None, ready: Any = None, low_rank: LowRank | None = None, added: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
     """As the launcher of that name."""
     dropped = {} if dropout is None else {"dropout_p": dropout.p, "seed": dropout.seed}
+    dropped["added"] = added if low_rank is None else plus(added, low_rank.left, low_rank.right)
     made = reference.scaled_hidden_gradient(dy, w_down, z, z_gate, activation=arithmetic.activation, **dropped)
     dz, d_gate, h = (None if each is None else each.to(z.dtype) for each in made)
     assert dz is not None

@@ -318,7 +318,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     _fault(
         "adapters left out of the data gradient", _ADAPTERS,
-        "return self._of_x.into_input_gradient(v) if dx and v is not None else None", "return None",
+        "return self._of_x.into_input_gradient(v) if dx and v is not None else (None, None)", "return None, None",
         "functional/test_lora_ffn any_of_the_linears",
     ),
     _fault(

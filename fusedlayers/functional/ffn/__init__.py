@@ -9,17 +9,14 @@ from torch import Tensor
 from ... import reference
 from ...kernels.activations import ACTIVATIONS, canonical_activation
 from ...kernels.gemm_gemm import Arithmetic
-from ...planning import Device, Float8Plan, Float8Problem, Plan, Problem, recomputing
-from ...planning.float8 import IN_16_BITS
+from ...planning import Device, Float8Problem, Plan, Problem, recomputing
 from ..custom_ops import Result, Results
-from ..float8 import note_sources
 from ..operation import Operation, Tensors, formula
 from ..precision import Float8, precision_word
 from ..prepared import Prepared
-from ..recalling import pick
 from . import dropping
 from .arguments import check_ffn, check_recompute, checked_dropout, ffn_problem
-from .passes import RESIDUAL, FFNOperation
+from .passes import RESIDUAL, FFNOperation, Float8Operation
 
 
 def ffn(
@@ -83,9 +80,6 @@ def ffn(
         x, w_up, w_down, b_up, b_down, w_gate, b_gate, activation, dropout_p, recompute, residual, dropout_seed,
         precision_word(precision),
     )  # fmt: skip
-
-
-_weights = pick((1, 2, 5))
 
 
 class _FFN(FFNOperation):
@@ -187,28 +181,14 @@ def _plus(name: str, given: Tensor | None) -> str:
     return "" if given is None else f" + {name}"
 
 
-class _Float8FFN(_FFN):
-    """The FFN in 8 bits, or where that is not possible or not faster, the FFN itself."""
+class _Float8FFN(Float8Operation, _FFN):
+    """The FFN in 8 bits."""
 
     problem_type = Float8Problem
 
-    def variant(self, options: tuple[Any, ...]) -> Operation:
-        return self
-
-    def instead(self, plan: Any, options: tuple[Any, ...]) -> tuple[Operation, tuple[Any, ...]] | None:
-        return (FFN, (*options[:3], None)) if plan.path == IN_16_BITS else None
-
-    def problem(self, tensors: Tensors, options: tuple[Any, ...]) -> Problem:
-        return Float8Problem(**super().problem(tensors, options).__getstate__(), recipe=options[3])
-
-    def cast(self, call: Prepared, tensors: Tensors) -> Tensors:
-        found = super().cast(call, tensors)
-        note_sources(_weights(tensors), _weights(found))
-        return found
-
-    def facts(self, plan: Any, device: Device) -> list[tuple[str, str]]:
-        found: Float8Plan = plan
-        return found.facts(device)
+    @property
+    def plain(self) -> Operation:
+        return FFN
 
     def results(self, operands: Tensors, problem: Any, path: str, extras: dict[str, Any], saving: bool) -> Results:
         results, pre_activations = super().results(operands, problem, path, extras, saving)

@@ -24,8 +24,9 @@ from torch import Tensor
 from ...kernels.dropout import NO_DROPOUT, Dropout, adapter_places, drop
 from ...kernels.gemm_epilogue import LowRank, aligned_columns
 
-# The order of the factors among operands.
+# The order of the factors among operands, and their places, before their seed.
 FACTORS = ("up_a", "up_b", "down_a", "down_b", "gate_a", "gate_b")
+FACTOR_PLACES = slice(9, 15)
 
 
 class Adapter(NamedTuple):
@@ -89,21 +90,21 @@ class Adapters:
         """What the down projection adds to the result: ``u Bᵀ + bias``."""
         return F.linear(u, _padded(self._all[0].b, 1), bias)
 
-    def into_hidden_gradient(self, v: Tensor) -> tuple[LowRank | None, Tensor | None]:
-        """What the down projection adds to the gradient of the hidden: v A on chip, or drop(v A) in memory."""
-        return (None, self.into_input_gradient(v)) if self._drops else (LowRank(v, self._all[0].a), None)
+    def onto_result(self, u: Tensor) -> LowRank:
+        """The same without the bias, on chip."""
+        return LowRank(u, self._all[0].b.t())
 
-    def into_input_gradient(self, v: Tensor) -> Tensor:
-        """The sum of drop(v A)."""
+    def into_input_gradient(self, v: Tensor) -> tuple[LowRank | None, Tensor | None]:
+        """What they add to the gradient of their input: v A, which a kernel may add on chip, or drop(v A) in memory."""
         if not self._drops:
-            return torch.mm(v, torch.cat([_padded(each.a, 0) for each in self._all]))
+            factors = [_padded(each.a, 0) for each in self._all]
+            return LowRank(v, torch.cat(factors) if len(factors) > 1 else factors[0]), None
         total: Tensor | None = None
         for each, columns in zip(self._all, self._columns, strict=True):
             added = torch.mm(v[:, columns], each.a)
             _dropped(added, each.dropout, added)
             total = added if total is None else total.add_(added)
-        assert total is not None
-        return total
+        return None, total
 
     def gradients(
         self, wanted: Collection[str], x: Any, u: Any, v: Any, gradients: Mapping[str, Any], *, overwrite: bool = False
@@ -183,7 +184,7 @@ class AdapterGradients:
 
     def into_hidden_gradient(self) -> tuple[LowRank | None, Tensor | None]:
         """What the kernel adds to the gradient of the hidden: a product of low rank, or a matrix."""
-        return (None, None) if self._of_hidden is None else self._of_hidden.into_hidden_gradient(self._v_hidden)
+        return (None, None) if self._of_hidden is None else self._of_hidden.into_input_gradient(self._v_hidden)
 
     def of_hidden(self, hidden: Tensor | None) -> None:
         """Computes the gradients of the down projection's factors, and may overwrite the hidden."""
@@ -193,15 +194,17 @@ class AdapterGradients:
                 self._wanted, hidden, self._u_hidden, v, {"down": self._dy}, overwrite=True
             )
 
-    def of_x(self, x: Tensor, dz: Tensor | None, dz_gate: Tensor | None, dx: bool) -> Tensor | None:
+    def of_x(
+        self, x: Tensor, dz: Tensor | None, dz_gate: Tensor | None, dx: bool
+    ) -> tuple[LowRank | None, Tensor | None]:
         """Computes the gradients of the other factors; with ``dx`` returns what these adapters add to it."""
         if self._of_x is None or dz is None:
-            return None
+            return None, None
         of_layers, v = {"up": dz, "gate": dz_gate}, None
         if dx or not self._wanted.isdisjoint(("up_a", "gate_a")):
             v = self._of_x.v(of_layers)
         self._found |= self._of_x.gradients(self._wanted, x, self._u, v, of_layers)
-        return self._of_x.into_input_gradient(v) if dx and v is not None else None
+        return self._of_x.into_input_gradient(v) if dx and v is not None else (None, None)
 
     def found(self) -> list[Tensor | None]:
         """The wanted gradients of the factors."""

@@ -24,12 +24,9 @@ from ...planning import ffn_epilogue
 from ..operands import rows
 from ..operation import Tensors
 from ..prepared import Prepared
-from .adapters import Adapted, AdapterGradients
+from .adapters import FACTOR_PLACES, Adapted, AdapterGradients
 
 Gradients = list[Tensor | None]
-
-# Positions of the factors of adapters among the operands, before their seed.
-_FACTORS = slice(9, 15)
 
 
 def forward(call: Prepared, operands: Tensors, keep: bool, adapted: Adapted | None = None) -> tuple[Tensor, Tensors]:
@@ -84,7 +81,7 @@ def gradients(
     dx, dw_up, dw_down, db_up, db_down, dw_gate, db_gate = wanted[:7]
     plan, arithmetic = call.plan, call.details
     dropout = Dropout(seed, arithmetic.dropout_p)
-    terms = None if adapted is None else AdapterGradients(adapted, inner, wanted[_FACTORS], dy)
+    terms = None if adapted is None else AdapterGradients(adapted, inner, wanted[FACTOR_PLACES], dy)
     results: Gradients = [None] * len(wanted)
     dz: Any = None
     dz_gate: Any = None
@@ -108,7 +105,9 @@ def gradients(
         terms.of_hidden(hidden)
     # Free the hidden before the other products allocate.
     hidden = None
-    share = None if terms is None else terms.of_x(x, dz, dz_gate, dx)
+    low_rank, share = (None, None) if terms is None else terms.of_x(x, dz, dz_gate, dx)
+    if low_rank is not None:
+        share = torch.mm(low_rank.left, low_rank.right)
     if dx:
         results[0] = _data_gradient(dz, dz_gate, w_up, w_gate, share)
     if dw_up:
@@ -116,7 +115,7 @@ def gradients(
     if dw_gate:
         results[5] = weight_gradient(dz_gate, x)
     if terms is not None:
-        results[_FACTORS] = terms.found()
+        results[FACTOR_PLACES] = terms.found()
     return results
 
 

@@ -7,10 +7,11 @@ from torch import Tensor
 
 from ...kernels.column_sums import column_sums
 from ...kernels.tuning import COLUMN_SUM_TILES
-from ...planning import KERNEL_PATHS, ffn_epilogue
-from ...planning.float8 import IN_8_BITS
+from ...planning import KERNEL_PATHS, Device, Float8Plan, ffn_epilogue
+from ...planning.float8 import IN_8_BITS, IN_16_BITS
 from .. import dispatch
 from ..custom_ops import Result, Results
+from ..float8 import note_sources
 from ..operands import rows, with_leading_dims, without_autocast
 from ..operation import Operation, Tensors
 from ..prepared import Prepared
@@ -58,13 +59,13 @@ class FFNOperation(Operation):
     def forward(self, call: Prepared, operands: Tensors, wanted: Sequence[bool]) -> tuple[Tensors, Tensors]:
         path, keep = call.plan.path, bool(wanted) and self._through_hidden(wanted)
         made: Tensors = (None, None)
+        adapted = None if self.adapted is None else self.adapted(call, operands)
         if path == "epilogue":
-            adapted = None if self.adapted is None else self.adapted(call, operands)
             y, made = epilogue.forward(call, operands, keep, adapted)
         elif path == "chunked":
             y = chunked.forward(call, operands)
         elif path == IN_8_BITS:
-            y, made = float8.forward(call, operands, keep)
+            y, made = float8.forward(call, operands, keep, adapted)
         else:
             y = fused.forward(call, operands)
         return (with_leading_dims(y, operands[0]),), made
@@ -93,13 +94,13 @@ class FFNOperation(Operation):
         found: list[Tensor | None] = [None] * len(wanted)
         through_hidden = self._through_hidden(wanted)
         if through_hidden:
+            adapted = None if self.adapted is None else self.adapted(call, operands)
             if path == "epilogue":
-                adapted = None if self.adapted is None else self.adapted(call, operands)
                 found = epilogue.gradients(call, operands, made, wanted, dy_rows, in_place, adapted)
             elif path == "chunked":
                 found[:7] = chunked.gradients(call, operands, wanted, dy_rows)
             elif path == IN_8_BITS:
-                found[:7] = float8.gradients(call, operands, made, wanted, dy_rows)
+                found = float8.gradients(call, operands, made, wanted, dy_rows, adapted)
             else:
                 found[:7] = fused.gradients(call, operands, wanted, dy_rows)
             x = operands[0]
@@ -145,6 +146,34 @@ class FFNOperation(Operation):
     def _through_hidden(self, wanted: Sequence[bool]) -> bool:
         """Whether any wanted gradient needs the hidden."""
         return any(self._those_through_hidden(wanted))
+
+
+class Float8Operation(FFNOperation):
+    """An FFN in 8 bits, or where that is not possible or not faster, as its ``plain`` operation computes it.
+
+    The precision is the last option of both.
+    """
+
+    plain: Operation
+    _weights = staticmethod(pick((1, 2, 5)))
+
+    def variant(self, options: tuple[Any, ...]) -> Operation:
+        return self
+
+    def instead(self, plan: Any, options: tuple[Any, ...]) -> tuple[Operation, tuple[Any, ...]] | None:
+        return (self.plain, (*options[:-1], None)) if plan.path == IN_16_BITS else None
+
+    def problem(self, tensors: Tensors, options: tuple[Any, ...]) -> Any:
+        return self.problem_type(**super().problem(tensors, options).__getstate__(), recipe=options[-1])
+
+    def cast(self, call: Prepared, tensors: Tensors) -> Tensors:
+        found = super().cast(call, tensors)
+        note_sources(self._weights(tensors), self._weights(found))
+        return found
+
+    def facts(self, plan: Any, device: Device) -> list[tuple[str, str]]:
+        found: Float8Plan = plan
+        return found.facts(device)
 
 
 def _saves_pre_activations(path: str) -> bool:

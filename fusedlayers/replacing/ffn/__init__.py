@@ -94,8 +94,6 @@ def _precision(pieces: FFNPieces, chooser: Chooser, on: Device | None) -> str:
     if chooser.precision is None:
         return ""
     given = pieces.arguments(linear_weight(pieces.up), None, chooser.recompute, chooser.precision)
-    if "precision" not in given:
-        return "; in 16 bits: it has adapters"
     del given["x"]
     return precision_in_words(pieces.operation, on, **given)
 

@@ -10,7 +10,7 @@ from ..low_rank import LowRank, low_rank_copies
 from .elements import Scales, bias_of_columns, biases_of_halves, draw, dropped, scaled, zeros
 from .loading import Term, load_tiles
 from .pingpong import columns_at_once, pingpong_ring, store_tiles
-from .ring import HALF, TILE, Stages, column_halves, make_staging, tma_store
+from .ring import HALF, TILE, Stages, column_halves, make_staging, tma_store, with_low_rank
 from .roles import warp_specialize
 from .schedules import make_schedule
 
@@ -86,6 +86,7 @@ def _sm90_hidden_kernel(
         HALF if GATED else TILE,
     )  # fmt: skip
     ring = pingpong_ring(x_desc, up_desc, RIGHT_TRANSPOSED, STEP, STAGES.stages)
+    ring = with_low_rank(ring, u_desc, b_desc, rank)
     given = _Hidden(
         hidden=hidden_desc, z=z_desc, z_gate=gate_desc, up_bias_ptr=up_bias_ptr, gate_bias_ptr=gate_bias_ptr, N=N,
         scales=Scales(
@@ -129,7 +130,8 @@ def prepare_hidden(
     tile_rows, tile_columns = -(-rows // tile), -(-columns // (tile if gate is None else half))
     right_transposed = not up.transposed
     units = columns_at_once(right_transposed, gate is not None)
-    copies = low_rank_copies(low_rank, up.transposed, (half, pipeline.step), (units, pipeline.step))
+    step = pipeline.low_rank_step
+    copies = low_rank_copies(low_rank, up.transposed, (half, step), (units, step))
     if copies is None:
         return None
     out = dense(rows, width or columns, half, half)

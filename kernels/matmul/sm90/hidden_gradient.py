@@ -17,7 +17,7 @@ from ..low_rank import LowRank, low_rank_copies
 from .elements import Scales, draw, dropped, scaled, zeros
 from .loading import Term, load_tiles
 from .pingpong import columns_at_once, mma_tiles, pingpong_ring
-from .ring import HALF, TILE, Stages, column_halves, make_barriers, make_staging, stage_of, tma_store
+from .ring import HALF, TILE, Stages, column_halves, make_barriers, make_staging, stage_of, tma_store, with_low_rank
 from .roles import warp_specialize
 from .schedules import make_schedule, tile_at, tile_count
 
@@ -140,6 +140,8 @@ def _store_quarter(
     BOTH_FIRST: gl.constexpr = GATED and given.sums_ptr is None
     if given.scales.rows_ptr is not None:
         d_hidden = scaled(d_hidden, row, column, given.scales, given.scales.columns_ptr, None, 0, given.N)
+        if given.added_ptr is not None:
+            d_hidden += _added(given, row, column, d_hidden)
     if WEIGHTED:
         # Masked here, where few registers are live. The hidden needs no mask: TMA loads pre-activations past N as 0.
         cols = column + gl.arange(0, HALF, gl.SliceLayout(0, layout))
@@ -201,23 +203,28 @@ def _store_quarter(
 
 
 @gluon.jit
-def _added(given, row, column):
-    """The initial accumulator of half a tile: zeros, or that part of the addend."""
+def _added(given, row, column, like):
+    """The part of the addend of dH that belongs to ``like``, part of a tile."""
+    layout: gl.constexpr = like.type.layout
+    rows = gl.expand_dims(row + gl.arange(0, like.shape[0], gl.SliceLayout(1, layout)), 1)
+    cols = gl.expand_dims(column + gl.arange(0, like.shape[1], gl.SliceLayout(0, layout)), 0)
+    offsets = rows.to(gl.int64) * given.N + cols
+    return gl.load(given.added_ptr + offsets, mask=(rows < given.M) & (cols < given.N), other=0.0).to(gl.float32)
+
+
+@gluon.jit
+def _initial(given, row, column):
+    """The initial accumulator of half a tile: zeros, or the addend, which scales are not to multiply."""
     acc = zeros(HALF, TILE, given.BITS)
-    if given.added_ptr is not None:
-        gl.static_assert(given.scales.rows_ptr is None, "sums of 8-bit products are multiplied by scales later")
-        layout: gl.constexpr = acc.type.layout
-        rows = gl.expand_dims(row + gl.arange(0, HALF, gl.SliceLayout(1, layout)), 1)
-        cols = gl.expand_dims(column + gl.arange(0, TILE, gl.SliceLayout(0, layout)), 0)
-        offsets = rows.to(gl.int64) * given.N + cols
-        acc = gl.load(given.added_ptr + offsets, mask=(rows < given.M) & (cols < given.N), other=0.0).to(gl.float32)
+    if given.added_ptr is not None and given.scales.rows_ptr is None:
+        acc = _added(given, row, column, acc)
     return acc
 
 
 @gluon.jit
 def _prologue(tile, given):
     row, column, _ = tile
-    top, bottom = _added(given, row, column), _added(given, row + HALF, column)
+    top, bottom = _initial(given, row, column), _initial(given, row + HALF, column)
     return top, bottom, (_weights_of(given.weights_ptr, row), _weights_of(given.weights_ptr, row + HALF))
 
 
@@ -284,6 +291,7 @@ def _sm90_epilogue_gradient_kernel(
     COLUMN_STRIDE: gl.constexpr = VARIANT.column_scale_stride
     schedule = make_schedule(tile_rows, tile_columns, group, tile_expert_ptr, starts_ptr, experts[0], experts[1], TILE)
     ring = pingpong_ring(dy_desc, down_desc, VARIANT.down_transposed, STEP, STAGES.stages)
+    ring = with_low_rank(ring, v_desc, a_desc, rank)
     tiles = gl.allocate_shared_memory(z_desc.dtype, [2 * Z_STAGES, HALF, HALF], z_desc.layout)
     quarters = _Quarters(
         tiles=tiles, full=make_barriers(2 * Z_STAGES, 1), empty=make_barriers(2 * Z_STAGES, 1), STAGES=Z_STAGES
@@ -341,8 +349,8 @@ def prepare_hidden_gradient(
     whole_columns = not experts or columns % tile == 0
     programs = pipeline.programs_for_columns(tile_columns) if stays else pipeline.programs
     assert programs > 0, "planned for fewer columns of tiles"
-    right_block = pipeline.step, columns_at_once(down.transposed)
-    copies = low_rank_copies(low_rank, down.transposed, (half, pipeline.step), right_block)
+    step, units = pipeline.low_rank_step, columns_at_once(down.transposed)
+    copies = low_rank_copies(low_rank, down.transposed, (half, step), (step, units))
     if copies is None:
         return None
     gradient_stride, hidden_stride = row_strides
@@ -361,7 +369,7 @@ def prepare_hidden_gradient(
         ),
         geometries=(
             dy.geometry(half, pipeline.step),
-            down.geometry(*right_block),
+            down.geometry(pipeline.step, units),
             z.geometry(half, half),
             None if z_gate is None else z_gate.geometry(half, half),
             out,

@@ -16,22 +16,28 @@ class Term(Resource):
 
 @gluon.jit
 def load_tiles(ring, schedule, first_term, second_term=None):
-    """The load warp: load the term, or both terms, of one tile after another."""
+    """The load warp: load the term, or both terms, of one tile after another.
+
+    If the second one is the ring's low-rank product, it comes first.
+    """
     position = 0
     for index in range(gl.program_id(0), tile_count(schedule), gl.num_programs(0)):
         row, column, expert = tile_at(schedule, index)
         first = expert * schedule.weight_rows
+        if ring.low_rank is not None:
+            position = load_term(ring.low_rank, second_term, row, column, first, position)
         position = load_term(ring, first_term, row, column, first, position)
-        if second_term is not None:
+        if second_term is not None and ring.low_rank is None:
             if second_term.left is not None:
                 position = load_term(ring, second_term, row, column, first, position)
 
 
 @gluon.jit
-def load_parts(ring, schedule, term, steps, parts):
+def load_parts(ring, schedule, term, low_rank, steps, parts):
     """The load warp for ``pingpong.mma_parts``: a part of one consumer's tile, then the same part of the other one's.
 
-    Beyond the end of the inner axis, where the last steps of the last part may lie, TMA loads zeros.
+    A low-rank product comes before the first part. Beyond the end of the inner axis, where the last steps of the last
+    part may lie, TMA loads zeros.
     """
     programs = gl.num_programs(0)
     position = 0
@@ -41,6 +47,9 @@ def load_parts(ring, schedule, term, steps, parts):
                 index = first + consumer * programs
                 if index < tile_count(schedule):
                     row, column, _ = tile_at(schedule, index)
+                    if ring.low_rank is not None:
+                        if part == 0:
+                            position = load_term(ring.low_rank, low_rank, row, column, 0, position)
                     begin = part * steps * ring.STEP
                     position = load_inner(ring, term, row, column, 0, begin, begin + steps * ring.STEP, position)
 

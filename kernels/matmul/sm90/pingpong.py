@@ -42,7 +42,8 @@ def dense_launch(
     factors = [
         geometry
         for a, b in terms
-        for geometry in (a.geometry(HALF.value, pipeline.step), b.geometry(pipeline.step, columns))
+        for step in (pipeline.step * pipeline.bits // (8 * a.tensor.element_size()),)
+        for geometry in (a.geometry(HALF.value, step), b.geometry(step, columns))
     ]  # fmt: skip
     return Launch(
         kernel,
@@ -90,7 +91,7 @@ def mma_parts(
     Between two parts a sum waits as bfloat16, two numbers to a register: there are no more. Consumers alternate after
     every part. ``epilogue(consumer, tile, quarters, resources, state)`` takes the four quarters of a tile, the upper
     ones first, and returns the state. Stages are those that :func:`load_parts` fills: the parts of a tile without a
-    partner, the last one of some programs, follow one another.
+    partner, the last one of some programs, follow one another. A low-rank product begins the first part.
     """
     programs = gl.num_programs(0)
     count = tile_count(schedule)
@@ -110,11 +111,18 @@ def mma_parts(
                 upper, lower = _packed(upper_left, upper_right), _packed(lower_left, lower_right)
                 acc = zeros(HALF, TILE, 8)
                 own = position + (part * partners + consumer) * steps
-                top, bottom = _multiply_from(consumer, acc, acc, ring, own, steps)
+                top, bottom = acc, acc
+                if ring.low_rank is not None:
+                    # Only the first part has these steps.
+                    more = gl.where(part == 0, ring.low_rank_steps, 0)
+                    own += gl.where(part == 0, consumer, partners) * ring.low_rank_steps
+                    top, bottom = _add_low_rank(top, bottom, ring.low_rank, own, more)
+                    own += more
+                top, bottom = _multiply_from(consumer, top, bottom, ring, own, steps)
                 upper_left, upper_right = _plus_packed(top, upper)
                 lower_left, lower_right = _plus_packed(bottom, lower)
             state = epilogue(consumer, tile, (upper_left, upper_right, lower_left, lower_right), resources, state)
-        position += 2 * parts * steps
+        position += 2 * (parts * steps + ring.low_rank_steps)
     return state
 
 
@@ -157,7 +165,30 @@ def multiply(consumer: gl.constexpr, top, bottom, ring, count, steps):
     """Add the product of this consumer's ``count``-th tile to the accumulators of its upper and lower rows."""
     position = (2 * count + consumer) * steps
     mbarrier.wait(ring.order.index(consumer), (count & 1) ^ (1 - consumer))
+    if ring.low_rank is not None:
+        top, bottom = _add_low_rank(top, bottom, ring.low_rank, position, ring.low_rank_steps)
+        position += ring.low_rank_steps
+        steps -= ring.low_rank_steps
     return _multiply_from(consumer, top, bottom, ring, position, steps)
+
+
+@gluon.jit
+def _add_low_rank(top, bottom, ring, position, steps):
+    """Add the steps of a product of 16-bit operands to accumulators of 8-bit ones, in the same registers."""
+    layout: gl.constexpr = top.type.layout
+    other: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE, 16])
+    top = gl.convert_layout(top, other, assert_trivial=True)
+    bottom = gl.convert_layout(bottom, other, assert_trivial=True)
+    for _ in range(steps):
+        stage = wait_full(ring, position)
+        right = ring.right.index(stage).permute((1, 0))
+        top = warpgroup_mma(ring.left.index(stage * 2), right, top, is_async=True)
+        bottom = warpgroup_mma(ring.left.index(stage * 2 + 1), right, bottom, is_async=True)
+        top, bottom = warpgroup_mma_wait(0, [top, bottom])
+        mbarrier.arrive(ring.empty.index(stage))
+        position += 1
+    top = gl.convert_layout(top, layout, assert_trivial=True)
+    return top, gl.convert_layout(bottom, layout, assert_trivial=True)
 
 
 @gluon.jit

@@ -6,7 +6,7 @@ barrier to the TMA copies. Consumers wait on ``full``, multiply, and arrive on `
 
 from typing import NamedTuple
 
-from ...hopper import Resource, copy_out, fence_async_shared, gl, gluon, mbarrier, resources, tma
+from ...hopper import Resource, copy_out, fence_async_shared, gl, gluon, mbarrier, reinterpret, resources, tma
 from ...tuning import CONSUMER_ROWS
 
 # HALF: rows of one wgmma; also rows and columns of the quarter of a tile that an epilogue processes at once.
@@ -26,12 +26,13 @@ class Stages(NamedTuple):
     z_stages: int = 0
 
 
-@resources("left right full empty order LEFT_TRANSPOSED RIGHT_TRANSPOSED STEP STAGES")
+@resources("left right full empty order low_rank low_rank_steps LEFT_TRANSPOSED RIGHT_TRANSPOSED STEP STAGES")
 class Ring(Resource):
     """``STAGES`` stages of both operands, each a ``STEP`` of the inner axis, oriented as in global memory.
 
     The left operand of a stage has two halves of rows. Consumers wait for one another on the barriers of ``order``: see
-    their mainloops.
+    their mainloops. If ``low_rank`` is given, the first ``low_rank_steps`` steps of a tile have operands of more
+    bits: it is the ring of the same stages with such operands in them.
     """
 
 
@@ -131,9 +132,35 @@ def make_ring(
     if ORDER > 0:
         order = make_barriers(ORDER, 1)
     return Ring(
-        left=left, right=right, full=full, empty=empty, order=order, LEFT_TRANSPOSED=LEFT_TRANSPOSED,
-        RIGHT_TRANSPOSED=RIGHT_TRANSPOSED, STEP=STEP, STAGES=STAGES,
+        left=left, right=right, full=full, empty=empty, order=order, low_rank=None, low_rank_steps=0,
+        LEFT_TRANSPOSED=LEFT_TRANSPOSED, RIGHT_TRANSPOSED=RIGHT_TRANSPOSED, STEP=STEP, STAGES=STAGES,
     )  # fmt: skip
+
+
+@gluon.jit
+def with_low_rank(ring, left_desc, right_desc, rank):
+    """The ring, which also takes a low-rank product of ``rank`` terms; its operands may have more bits than others."""
+    if left_desc is None:
+        return ring
+    elif left_desc.dtype == ring.left.dtype:
+        return ring
+    else:
+        gl.static_assert(ring.RIGHT_TRANSPOSED, "as all 8-bit operands are")
+        # As many bytes to a step, so fewer columns.
+        STEP: gl.constexpr = left_desc.block_type.shape[1]
+        LEFT: gl.constexpr = [2 * ring.STAGES] + left_desc.block_type.shape
+        RIGHT: gl.constexpr = [ring.STAGES, ring.right.shape[1], STEP]
+        low_rank = Ring(
+            left=reinterpret(ring.left, left_desc.dtype, LEFT, left_desc.layout),
+            right=reinterpret(ring.right, right_desc.dtype, RIGHT, right_desc.layout),
+            full=ring.full, empty=ring.empty, order=ring.order, low_rank=None, low_rank_steps=0,
+            LEFT_TRANSPOSED=ring.LEFT_TRANSPOSED, RIGHT_TRANSPOSED=ring.RIGHT_TRANSPOSED, STEP=STEP, STAGES=ring.STAGES,
+        )  # fmt: skip
+        return Ring(
+            left=ring.left, right=ring.right, full=ring.full, empty=ring.empty, order=ring.order, low_rank=low_rank,
+            low_rank_steps=gl.cdiv(rank, STEP), LEFT_TRANSPOSED=ring.LEFT_TRANSPOSED,
+            RIGHT_TRANSPOSED=ring.RIGHT_TRANSPOSED, STEP=ring.STEP, STAGES=ring.STAGES,
+        )  # fmt: skip
 
 
 @gluon.jit

@@ -6,12 +6,12 @@ are added up outside.
 """
 
 from ...hopper import Matrix, Resource, fence_async_shared, gl, gluon, resources, tma
-from ...launching import Launch
+from ...launching import Launch, ceil_div
 from ...tuning import EpiloguePipeline
 from .elements import Scales, scaled
 from .loading import Term, load_parts
 from .pingpong import dense_launch, mma_parts, pingpong_ring
-from .ring import HALF, TILE, make_staging, tma_store
+from .ring import HALF, TILE, make_staging, tma_store, with_low_rank
 from .roles import warp_specialize
 from .schedules import dense_schedule
 
@@ -50,16 +50,17 @@ def _consume(consumer: gl.constexpr, ring, schedule, steps, parts, given):
 
 @gluon.jit(do_not_specialize=["tile_rows", "rows"])
 def _sm90_scaled_product_kernel(
-    left_desc, right_desc, out_desc, bias_ptr, left_scale_ptr, right_scale_ptr, inner, columns, tile_columns,
-    tile_rows, rows,
+    left_desc, right_desc, u_desc, b_desc, out_desc, bias_ptr, left_scale_ptr, right_scale_ptr, inner, columns,
+    tile_columns, tile_rows, rows,
     RIGHT_TRANSPOSED: gl.constexpr, STEP: gl.constexpr, STAGES: gl.constexpr, SLOTS: gl.constexpr,
-    GROUP: gl.constexpr, SCALE_STRIDES: gl.constexpr, PART_STEPS: gl.constexpr,
+    GROUP: gl.constexpr, SCALE_STRIDES: gl.constexpr, PART_STEPS: gl.constexpr, RANK: gl.constexpr,
 ):  # fmt: skip
     # Parts of equal length, as many as needed.
     parts = gl.cdiv(gl.cdiv(inner, STEP), PART_STEPS)
     steps = gl.cdiv(gl.cdiv(inner, STEP), parts)
     schedule = dense_schedule(tile_rows, tile_columns, GROUP, TILE)
     ring = pingpong_ring(left_desc, right_desc, RIGHT_TRANSPOSED, STEP, STAGES)
+    ring = with_low_rank(ring, u_desc, b_desc, RANK)
     given = _Product(
         out=out_desc, bias_ptr=bias_ptr, columns=columns,
         scales=Scales(
@@ -69,16 +70,26 @@ def _sm90_scaled_product_kernel(
         staging=make_staging(out_desc, SLOTS),
     )  # fmt: skip
     term = Term(left=left_desc, right=right_desc, other=None, inner=inner, first=0)
+    low_rank = Term(left=u_desc, right=b_desc, other=None, inner=RANK, first=0)
     fence_async_shared()
     warp_specialize(
-        2, _consume, (ring, schedule, steps, parts, given), load_parts, (ring, schedule, term, steps, parts)
+        2, _consume, (ring, schedule, steps, parts, given), load_parts, (ring, schedule, term, low_rank, steps, parts)
     )
 
 
-def prepare_scaled_product(left: Matrix, right: Matrix, out: Matrix, pipeline: EpiloguePipeline) -> Launch:
+def prepare_scaled_product(
+    left: Matrix, right: Matrix, out: Matrix, pipeline: EpiloguePipeline, low_rank: tuple[Matrix, Matrix] | None = None
+) -> Launch:
     """The launch for left ``[M, K]``, right ``[K, N]``, whose columns are contiguous, and their product ``[M, N]``.
 
-    Its tensors are left, right, the result, the bias, and the scales of left's rows and of right's columns.
+    Its tensors are left, right, those of a ``low_rank`` product of 16 bits, the result, the bias, and the scales of
+    left's rows and of right's columns.
     """
-    constants = (left.scale_stride, right.scale_stride), PART // pipeline.step
-    return dense_launch(_sm90_scaled_product_kernel, [(left, right)], out, pipeline, constants)
+    rank = 0
+    terms = [(left, right)]
+    if low_rank is not None:
+        terms.append(low_rank)
+        # Whole steps, for fewer variants: TMA loads zeros beyond the end.
+        rank = ceil_div(low_rank[0].columns, pipeline.low_rank_step) * pipeline.low_rank_step
+    constants = (left.scale_stride, right.scale_stride), PART // pipeline.step, rank
+    return dense_launch(_sm90_scaled_product_kernel, terms, out, pipeline, constants, most_terms=2)
