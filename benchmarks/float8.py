@@ -98,7 +98,7 @@ def measured(layer: Layer, direction: str, clock: Clock, device: torch.device, s
 
 
 def _step(name: str, module: nn.Module, x: Tensor, upstream: Tensor) -> Step:
-    leaves = (x, *module.parameters())
+    leaves = (x, *(each for each in module.parameters() if each.requires_grad))
 
     def step() -> tuple[Tensor, ...]:
         if name == FP8:

@@ -10,19 +10,46 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fusedlayers import FusedFFN, SplitKLinear
+from fusedlayers.functional import lora_ffn
 
 TORCH, COMPILED, SEPARATE = "torch", "torch.compile", "separate"
 BF16, FP8, KEPT = "bf16", "fp8", "fp8, weights kept"
 _E4M3, _LARGEST = torch.float8_e4m3fn, 448.0
 
 
+class AdaptedFFN(FusedFFN):
+    """An FFN of frozen weights with an adapter of low rank on each of its linear layers."""
+
+    scale = 2.0
+
+    def __init__(self, columns: int, hidden: int, rank: int, **options: Any) -> None:
+        super().__init__(columns, hidden, **options)
+        self.requires_grad_(False)
+        made = {"bias": False, "device": self.up_proj.weight.device, "dtype": self.up_proj.weight.dtype}
+        self.adapters = nn.ModuleDict()
+        for name in ("up_proj", "down_proj", "gate_proj"):
+            linear = getattr(self, name)
+            sizes = (linear.in_features, rank), (rank, linear.out_features)
+            self.adapters[name] = nn.Sequential(*(nn.Linear(*each, **made) for each in sizes))
+
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        assert self.gate_proj is not None
+        factors = [linear.weight for adapter in self.adapters.values() for linear in adapter]
+        return lora_ffn(
+            x, self.up_proj.weight, self.down_proj.weight, None, None, self.gate_proj.weight, None, *factors,
+            activation=self.activation, up_scale=self.scale, down_scale=self.scale, gate_scale=self.scale,
+            precision=self.precision,
+        )  # fmt: skip
+
+
 class Layer(NamedTuple):
-    """A layer of the sizes M, K, N; without an activation a linear one."""
+    """A layer of the sizes M, K, N; without an activation a linear one, and with a ``rank`` one of frozen weights."""
 
     title: str
     shape: tuple[int, int, int]
     activation: str = ""
     gated: bool = False
+    rank: int = 0
 
     def ours(self, precision: str | None, device: torch.device) -> nn.Module:
         """The layer in bf16, with other weights every time."""
@@ -30,13 +57,16 @@ class Layer(NamedTuple):
         _, columns, hidden = self.shape
         if not self.activation:
             return SplitKLinear(columns, hidden, **options)
-        return FusedFFN(columns, hidden, activation=self.activation, gated=self.gated, **options)
+        options |= {"activation": self.activation, "gated": self.gated}
+        return AdaptedFFN(columns, hidden, self.rank, **options) if self.rank else FusedFFN(columns, hidden, **options)
 
 
 LAYERS = (
     Layer("FFN, gelu", (16384, 1024, 4096), "gelu"),
     Layer("gated FFN, silu", (16384, 2048, 8192), "silu", gated=True),
     Layer("gated FFN, silu", (8192, 4096, 14336), "silu", gated=True),
+    Layer("gated FFN, silu, LoRA", (16384, 2048, 8192), "silu", gated=True, rank=16),
+    Layer("gated FFN, silu, LoRA", (8192, 4096, 14336), "silu", gated=True, rank=16),
     Layer("linear", (16384, 2048, 2048)),
     Layer("linear", (8192, 4096, 4096)),
 )
@@ -55,10 +85,11 @@ class _ScaledLinear(torch.autograd.Function):
         return _product(left, right.t(), rows, columns.t())
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor]:
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor | None]:
         x, weight = ctx.saved_tensors
         (left, rows), (right, columns) = _quantised(dy, 1), _quantised(weight, 0)
-        return _product(left, right.t().contiguous().t(), rows, columns), dy.t() @ x
+        dw = dy.t() @ x if ctx.needs_input_grad[1] else None
+        return _product(left, right.t().contiguous().t(), rows, columns), dw
 
 
 def _scaled_linear(x: Tensor, weight: Tensor) -> Tensor:
@@ -88,10 +119,14 @@ class Plain(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if not self.ffn:
             return self.product(x, self.ours.weight)
-        hidden = self.product(x, self.ours.up_proj.weight)
+        hidden = self._linear("up_proj", x)
         if self.ours.gate_proj is None:
-            return self.product(F.gelu(hidden), self.ours.down_proj.weight)
-        return self.product(F.silu(self.product(x, self.ours.gate_proj.weight)) * hidden, self.ours.down_proj.weight)
+            return self._linear("down_proj", F.gelu(hidden))
+        return self._linear("down_proj", F.silu(self._linear("gate_proj", x)) * hidden)
+
+    def _linear(self, name: str, x: Tensor) -> Tensor:
+        y = self.product(x, getattr(self.ours, name).weight)
+        return y + self.ours.adapters[name](x) * self.ours.scale if isinstance(self.ours, AdaptedFFN) else y
 
 
 def contenders(layer: Layer, device: torch.device, backward: bool) -> dict[str, nn.Module]:

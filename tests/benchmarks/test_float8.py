@@ -21,6 +21,7 @@ SMALL = (
     Layer("linear", (64, 32, 48)),
     Layer("FFN, gelu", (64, 32, 48), "gelu"),
     Layer("FFN", (64, 32, 48), "silu", True),
+    Layer("FFN, LoRA", (64, 32, 48), "silu", True, 8),
 )
 
 
@@ -154,7 +155,7 @@ def test_what_never_stops_compiling_is_refused() -> None:
 
 def test_the_layers_are_those_of_models() -> None:
     assert all(size % 16 == 0 for layer in LAYERS for size in layer.shape)
-    assert len({(layer.title, layer.shape) for layer in LAYERS}) == len(LAYERS) == 5
+    assert len({(layer.title, layer.shape) for layer in LAYERS}) == len(LAYERS) == 7
 
 
 def test_what_it_cannot_do_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
