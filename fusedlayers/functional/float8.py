@@ -64,7 +64,7 @@ class _Kept:
         Nobody waits for the GPU: whether the sample has changed is known at the next step.
         """
         owner = self.owner()
-        if owner is None or self.sample is None or owner.requires_grad or not self.stands(owner):
+        if self.sample is None or owner is None or owner.requires_grad or not self.stands(owner):
             return False
         before, self.changed = self.changed, (_sample(owner) != self.sample).any().to("cpu", non_blocking=True)
         return before is None or not before

@@ -16,6 +16,8 @@ from fusedlayers import reference
 from fusedlayers.closeness.noise import OF_LAYER, OF_WEIGHT_GRADIENT, sqnr
 from fusedlayers.functional import float8
 from fusedlayers.functional.dispatch import decisions
+from fusedlayers.kernels.gemm_epilogue import LowRank
+from fusedlayers.kernels.matmul.low_rank import low_rank_copies
 from tests.functional.test_compiled import Recorded
 from tests.functional.test_lora_ffn import ADAPTERS, SCALES, inputs
 from tests.support.float8_twins import in_8_bits
@@ -235,6 +237,21 @@ def test_compiled() -> None:
     y = compiled(**given)
     assert torch.equal(y, expected)
     assert same(gradients(y, given, dy), gradients(expected, given, dy))
+
+
+@pytest.mark.parametrize("dtype", [BFLOAT16, torch.float16], ids=str)
+def test_factors_that_are_divided_by_scales(dtype: torch.dtype) -> None:
+    """Exactly, also by the least scale, that of a row of zeros; TMA can read what comes out."""
+    u, b = torch.randn(M, 16, dtype=dtype), torch.randn(96, 5, dtype=dtype)
+    rows, columns = torch.full((M,), 2.0**-108), torch.randint(-20, 20, (96,)).float().exp2()
+    for axis, right in ((0, b), (1, b.T), (1, b.T.contiguous())):
+        made = LowRank(u, right, right if axis == 0 else None, 8).divided(rows, columns, columns, axis)
+        scale = columns[:, None] if axis == 0 else columns
+        assert torch.equal(made.left.double() * 2.0**-108, u.to(BFLOAT16).double())
+        assert torch.equal(made.right.double() * scale, right.to(BFLOAT16).double())
+        assert made.other is None or torch.equal(made.other, made.right)
+        blocks = ((64, 64), (64, 64))
+        assert low_rank_copies(made.copied(axis == 1), axis == 1, *blocks) is not None
 
 
 def test_an_unknown_precision() -> None:

@@ -59,8 +59,39 @@ FLOAT8: tuple[Fault, ...] = (
     ),
     _fault(
         "weights changed past their version", _WEIGHTS,
-        "        _steps_in_graphs = True\n    _kept.clear()", "        _steps_in_graphs = True",
+        "if self.sample is None or owner is None or owner.requires_grad", "if self.sample is None or owner is None",
+        "functional/test_float8_lora_ffn what_an_optimizer_has",
+    ),
+    _fault(
+        "trainable weights kept from step to step", _WEIGHTS,
+        "self.sample = None if owner.requires_grad else _sample(owner).clone()", "self.sample = _sample(owner).clone()",
         "functional/test_float8 numbers_are_those_of_the_changed_weight",
+    ),
+    _fault(
+        "frozen parameter of an optimizer kept", _WEIGHTS,
+        "if key in trained or not each.outlives_step():", "if not each.outlives_step():",
+        "functional/test_float8_lora_ffn what_an_optimizer_has",
+    ),
+    _fault(
+        "frozen weight that was merged kept", _WEIGHTS,
+        "return before is None or not before", "return True",
+        "functional/test_float8_lora_ffn merged_past_their_version_counters",
+    ),
+    _fault(
+        "low-rank product left out of the result", _FFN,
+        'call.ready.setdefault("down", {}), low_rank)', 'call.ready.setdefault("down", {}))',
+        "functional/test_float8_lora_ffn close_to_float64",
+    ),
+    _fault(
+        "low-rank product left out of dx", _FFN,
+        "plan.product_pipeline, x, named, low_rank)", "plan.product_pipeline, x, named)",
+        "functional/test_float8_lora_ffn close_to_float64",
+    ),
+    _fault(
+        "scales of a low-rank product exchanged", "kernels/matmul/low_rank.py",
+        "_divided(self.left, left, 0), _divided(self.right, right, axis)",
+        "_divided(self.left, left, 0), _divided(self.right, 1 / right, axis)",
+        "functional/test_float8_lora_ffn divided_by_scales",
     ),
     _fault(
         "one part of a weight taken for another", _WEIGHTS,
