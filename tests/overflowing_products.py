@@ -16,7 +16,7 @@ def int32_products(ttir: str) -> list[str]:
     times tile sizes are the only products that stay below the number of rows or columns.
     TMA's coordinates are rows and columns, 32 bits wide by nature: a launcher hands it no larger matrix.
     """
-    lines = [line for line in ttir.splitlines() if not line.startswith("#")]
+    lines = _with_own_names([line for line in ttir.splitlines() if not line.startswith("#")])
     named = re.findall(r"(%[\w$.-]+): i(?:32|64)\b", next(line for line in lines if "tt.func public" in line))
     arguments = set(named) - {"%tile_rows", "%tile_columns", "%group"}
     inputs, operation, constants, products = _data_flow(lines)
@@ -49,6 +49,18 @@ def int32_products(ttir: str) -> list[str]:
         return value in in_address and (is_tensor or any(size & (size - 1) for size in sizes))
 
     return [line.split(" loc(")[0].strip() for value, (line, tensor) in products.items() if at_fault(value, tensor)]
+
+
+def _with_own_names(lines: list[str]) -> list[str]:
+    """The lines, with names that the partitions of a warp-specialised kernel do not share."""
+    found, behind = [], ""
+    for line in lines:
+        if partition := re.match(r"\s*partition(\d+)\(", line):
+            behind = f".{partition[1]}"
+        found.append(re.sub(r"(%[\w$.-]+)", rf"\g<1>{behind}", line))
+        if "ttg.warp_return" in line:
+            behind = ""
+    return found
 
 
 def _data_flow(

@@ -63,11 +63,6 @@ FLOAT8: tuple[Fault, ...] = (
         "functional/test_float8_lora_ffn what_an_optimizer_has",
     ),
     _fault(
-        "trainable weights kept from step to step", _WEIGHTS,
-        "self.sample = None if owner.requires_grad else _sample(owner).clone()", "self.sample = _sample(owner).clone()",
-        "functional/test_float8 numbers_are_those_of_the_changed_weight",
-    ),
-    _fault(
         "frozen parameter of an optimizer kept", _WEIGHTS,
         "if key in trained or not each.outlives_step():", "if not each.outlives_step():",
         "functional/test_float8_lora_ffn what_an_optimizer_has",

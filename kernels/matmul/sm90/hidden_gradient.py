@@ -206,10 +206,11 @@ def _store_quarter(
 def _added(given, row, column, like):
     """The part of the addend of dH that belongs to ``like``, part of a tile."""
     layout: gl.constexpr = like.type.layout
-    rows = gl.expand_dims(row + gl.arange(0, like.shape[0], gl.SliceLayout(1, layout)), 1)
-    cols = gl.expand_dims(column + gl.arange(0, like.shape[1], gl.SliceLayout(0, layout)), 0)
-    offsets = rows.to(gl.int64) * given.N + cols
-    return gl.load(given.added_ptr + offsets, mask=(rows < given.M) & (cols < given.N), other=0.0).to(gl.float32)
+    rows = gl.expand_dims(gl.arange(0, like.shape[0], gl.SliceLayout(1, layout)), 1)
+    cols = gl.expand_dims(gl.arange(0, like.shape[1], gl.SliceLayout(0, layout)), 0)
+    first = given.added_ptr + row.to(gl.int64) * given.N + column
+    inside = (rows < given.M - row) & (cols < given.N - column)
+    return gl.load(first + rows * given.N + cols, mask=inside, other=0.0).to(gl.float32)
 
 
 @gluon.jit
