@@ -107,11 +107,11 @@ class Float8Problem(Problem):
 
 
 @dataclass(frozen=True)
-class Float8LoRAProblem(Float8Problem, LoRAProblem):
+class Float8LoRAProblem(Float8Problem, LoRAProblem):  # type: ignore[misc]
     """An FFN in 8 bits, with adapters in 16; weights are mostly frozen, and their gradients, if any, in 16 bits."""
 
-    up_gradient_in_8_bits: ClassVar[bool] = False  # type: ignore[misc]
-    down_gradient_in_8_bits: ClassVar[bool] = False  # type: ignore[misc]
+    up_gradient_in_8_bits: ClassVar[bool] = False
+    down_gradient_in_8_bits: ClassVar[bool] = False
 
     __hash__ = Call.__hash__
 

@@ -40,11 +40,11 @@ def scaled_product(
         out = untransposed(found)
         assert out is not None, "it is contiguous"
         operands = scaled_matrix("left", left), scaled_matrix("right", right)._replace(transposed=True)
-        pair = None
-        if added is not None:
-            pair = scaled_matrix("u", added.left), matrix(added.right)
-            assert pair[1] is not None, "it was copied for TMA"
-        return sm90.prepare_scaled_product(*operands, out, pipeline, pair)
+        if added is None:
+            return sm90.prepare_scaled_product(*operands, out, pipeline)
+        factor = matrix(added.right)
+        assert factor is not None, "it was copied for TMA"
+        return sm90.prepare_scaled_product(*operands, out, pipeline, (scaled_matrix("u", added.left), factor))
 
     launch = prepared(ready, ("scaled product", dtype), prepare)
     factors = (None, None) if added is None else added[:2]

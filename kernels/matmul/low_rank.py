@@ -85,7 +85,9 @@ def low_rank_copies(
     rights = [
         None if each is None else _matrix(each).geometry(*right_block) for each in (operands.right, operands.other)
     ]
-    return LowRankCopies((left.geometry(*left_block), *rights), left.columns, low_rank.first, left_block[1])
+    return LowRankCopies(
+        (left.geometry(*left_block), rights[0], rights[1]), left.columns, low_rank.first, left_block[1]
+    )
 
 
 def _matrix(tensor: torch.Tensor) -> Matrix:

@@ -154,8 +154,12 @@ class Float8Operation(FFNOperation):
     The precision is the last option of both.
     """
 
-    plain: Operation
     _weights = staticmethod(pick((1, 2, 5)))
+
+    @property
+    def plain(self) -> Operation:
+        """The same operation in 16 bits."""
+        raise NotImplementedError
 
     def variant(self, options: tuple[Any, ...]) -> Operation:
         return self
@@ -164,7 +168,8 @@ class Float8Operation(FFNOperation):
         return (self.plain, (*options[:-1], None)) if plan.path == IN_16_BITS else None
 
     def problem(self, tensors: Tensors, options: tuple[Any, ...]) -> Any:
-        return self.problem_type(**super().problem(tensors, options).__getstate__(), recipe=options[-1])
+        make: Any = self.problem_type
+        return make(**super().problem(tensors, options).__getstate__(), recipe=options[-1])
 
     def cast(self, call: Prepared, tensors: Tensors) -> Tensors:
         found = super().cast(call, tensors)
