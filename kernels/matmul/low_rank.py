@@ -54,6 +54,11 @@ def aligned_columns(like: torch.Tensor, columns: int) -> int:
     return -(-columns // unit) * unit
 
 
+def columns_of_step(columns: int, step: int) -> int:
+    """How many of a step's columns are multiplied if a low-rank product has ``columns``: all, or the first 16 or 32."""
+    return next((few for few in (16, 32) if columns <= few), step)
+
+
 class LowRankCopies(NamedTuple):
     """The TMA geometries of a :class:`LowRank`'s operands, and the sizes that a kernel takes."""
 
@@ -65,6 +70,10 @@ class LowRankCopies(NamedTuple):
     def whole(self, inner: int, step: int) -> int:
         """The length of the inner axis of both products: the second one begins with a new step of the mainloop."""
         return -(-inner // step) * step + self.columns * step // self.step if self.columns else inner
+
+    def used(self, step: int) -> int:
+        """:func:`columns_of_step` of operands that have more bits than those of a ``step`` of the mainloop, or 0."""
+        return columns_of_step(self.columns, self.step) if 0 < self.step < step else 0
 
 
 def low_rank_copies(

@@ -36,9 +36,9 @@ def operand(rows, columns, by_row):
     return Scaled(torch.empty(rows, columns, dtype=torch.float8_e4m3fn), torch.empty(rows if by_row else ()))
 
 
-def tell(reports, gated, pipeline, dropping, low_rank=False):
+def tell(reports, gated, pipeline, dropping, rank=0):
     for report in reports:
-        report |= {"dtype": "float8_e4m3fn", "width": 1024, "gated": gated, "dropping": dropping, "low_rank": low_rank}
+        report |= {"dtype": "float8_e4m3fn", "width": 1024, "gated": gated, "dropping": dropping, "rank": rank}
         print(json.dumps(report | {"pipeline": [pipeline.step, pipeline.stages]}), flush=True)
 
 
@@ -84,44 +84,46 @@ for by_row, bias in ((True, torch.empty(2048, dtype=torch.bfloat16)), (False, No
             operand(4096, 1024, by_row), operand(2048, 1024, by_row), bias, pipeline, torch.bfloat16
         )
     tell(reports, False, pipeline, False)
-u, b, z = (torch.empty(*shape, dtype=torch.bfloat16) for shape in ((4096, 32), (2048, 16), (4096, 2048)))
-x, w = operand(4096, 1024, True), operand(2048, 1024, True)
+x, w, z = operand(4096, 1024, True), operand(2048, 1024, True), torch.empty(4096, 2048, dtype=torch.bfloat16)
 silu = Arithmetic("silu", "coarse", "ieee")
-with compiling_for("sm_90", sm90=True) as reports:
-    kernels.scaled_product(x, w, None, pipeline, torch.bfloat16, low_rank=LowRank(u, b.T))
-tell(reports, False, pipeline, False, True)
-for gated in (False, True):
-    pipeline, low_rank = EPILOGUE_PIPELINES["scaled_hidden", gated], LowRank(u, b, b if gated else None, 16)
+for rank in (16, 64):
+    u, b = (torch.empty(rows, rank, dtype=torch.bfloat16) for rows in (4096, 2048))
+    pipeline = EPILOGUE_PIPELINES["scaled_product", False]
     with compiling_for("sm_90", sm90=True) as reports:
-        gate = w if gated else None
-        kernels.scaled_hidden(x, w, None, gate, None, True, silu, pipeline, torch.bfloat16, low_rank=low_rank)
-    tell(reports, gated, pipeline, False, True)
-    pipeline = EPILOGUE_PIPELINES["scaled_hidden_gradient", gated]
-    for low_rank, added in ((LowRank(u, b.T), None), (None, z)):
+        kernels.scaled_product(x, w, None, pipeline, torch.bfloat16, low_rank=LowRank(u, b.T))
+    tell(reports, False, pipeline, False, rank)
+    for gated in (False, True):
+        gate, pipeline = w if gated else None, EPILOGUE_PIPELINES["scaled_hidden", gated]
         with compiling_for("sm_90", sm90=True) as reports:
-            kernels.scaled_hidden_gradient(
-                x, w, z, z if gated else None, True, silu, pipeline, low_rank=low_rank, added=added
+            kernels.scaled_hidden(
+                x, w, None, gate, None, True, silu, pipeline, torch.bfloat16, low_rank=LowRank(u, b, b, 0)
             )
-        tell(reports, gated, pipeline, added is not None, added is None)
+        tell(reports, gated, pipeline, False, rank)
+        pipeline = EPILOGUE_PIPELINES["scaled_hidden_gradient", gated]
+        options = [(rank, {"low_rank": LowRank(u, b.T)})] + [(0, {"added": z})] * (rank == 16)
+        for has, given in options:
+            with compiling_for("sm_90", sm90=True) as reports:
+                kernels.scaled_hidden_gradient(x, w, z, z if gated else None, True, silu, pipeline, **given)
+            tell(reports, gated, pipeline, not has, has)
 """
 
 
 def test_products_of_8_bit_operands(tmp_path: Path) -> None:
     """No spills, nothing serialised; in both consumers two instructions, one for each half of rows, for 32 columns.
 
-    A low-rank product has as many more for its columns of 16 bits.
+    A low-rank product has two more for 16 columns of 16 bits.
     """
     (tmp_path / "scaled.py").write_text(SCALED)
     found = compiled(tmp_path, "scaled.py")
     assert {report["kernel"] for report in found} == {"sm90_hidden", "sm90_epilogue_gradient", "sm90_scaled_product"}
-    assert len(found) == 22 + 7
+    assert len(found) == 22 + 12
     for report in found:
         # A mask is drawn, and an addend loaded, where the most values of a tile are alive.
         spilled = DROPPING if report["dropping"] and report["gated"] else 0
         assert report["spill_bytes"] <= spilled
         assert not report["loop_spills"]
         assert faults(report | {"spill_bytes": 0}) == []
-        assert report["wgmma"] == 2 * STEP // 32 * 2 * (2 if report["low_rank"] else 1)
+        assert report["wgmma"] == 2 * 2 * (STEP // 32 + report["rank"] // 16)
         assert [report["constants"][name] for name in ("STEP", "STAGES")] == report["pipeline"]
 
 

@@ -86,7 +86,7 @@ def _sm90_hidden_kernel(
         HALF if GATED else TILE,
     )  # fmt: skip
     ring = pingpong_ring(x_desc, up_desc, RIGHT_TRANSPOSED, STEP, STAGES.stages)
-    ring = with_low_rank(ring, u_desc, b_desc, rank)
+    ring = with_low_rank(ring, u_desc, b_desc, rank, STAGES.low_rank_columns)
     given = _Hidden(
         hidden=hidden_desc, z=z_desc, z_gate=gate_desc, up_bias_ptr=up_bias_ptr, gate_bias_ptr=gate_bias_ptr, N=N,
         scales=Scales(
@@ -144,7 +144,8 @@ def prepare_hidden(
         ),
         (rows, pipeline.group, dropout.numbers(), arithmetic.numbers),
         (
-            right_transposed, Stages(pipeline.step, pipeline.stages, pipeline.slots),
+            right_transposed,
+            Stages(pipeline.step, pipeline.stages, pipeline.slots, low_rank_columns=copies.used(pipeline.step)),
             (x.scale_stride, up.scale_stride), arithmetic.sm90_constants,
         ),
         geometries=(

@@ -292,7 +292,7 @@ def _sm90_epilogue_gradient_kernel(
     COLUMN_STRIDE: gl.constexpr = VARIANT.column_scale_stride
     schedule = make_schedule(tile_rows, tile_columns, group, tile_expert_ptr, starts_ptr, experts[0], experts[1], TILE)
     ring = pingpong_ring(dy_desc, down_desc, VARIANT.down_transposed, STEP, STAGES.stages)
-    ring = with_low_rank(ring, v_desc, a_desc, rank)
+    ring = with_low_rank(ring, v_desc, a_desc, rank, STAGES.low_rank_columns)
     tiles = gl.allocate_shared_memory(z_desc.dtype, [2 * Z_STAGES, HALF, HALF], z_desc.layout)
     quarters = _Quarters(
         tiles=tiles, full=make_barriers(2 * Z_STAGES, 1), empty=make_barriers(2 * Z_STAGES, 1), STAGES=Z_STAGES
@@ -366,7 +366,8 @@ def prepare_hidden_gradient(
         (tile_rows, 1 if stays else pipeline.group, rows, dropout.numbers(), arithmetic.numbers),
         (
             _Variant(down.transposed, whole_columns, stays, dy.scale_stride, down.scale_stride),
-            Stages(pipeline.step, pipeline.stages, pipeline.slots, pipeline.z_stages), arithmetic.sm90_constants,
+            Stages(pipeline.step, pipeline.stages, pipeline.slots, pipeline.z_stages, copies.used(pipeline.step)),
+            arithmetic.sm90_constants,
         ),
         geometries=(
             dy.geometry(half, pipeline.step),

@@ -181,9 +181,12 @@ def _add_low_rank(top, bottom, ring, position, steps):
     bottom = gl.convert_layout(bottom, other, assert_trivial=True)
     for _ in range(steps):
         stage = wait_full(ring, position)
-        right = ring.right.index(stage).permute((1, 0))
-        top = warpgroup_mma(ring.left.index(stage * 2), right, top, is_async=True)
-        bottom = warpgroup_mma(ring.left.index(stage * 2 + 1), right, bottom, is_async=True)
+        # Without columns that are padding in any case.
+        upper = ring.left.index(stage * 2).slice(0, ring.COLUMNS, dim=1)
+        lower = ring.left.index(stage * 2 + 1).slice(0, ring.COLUMNS, dim=1)
+        right = ring.right.index(stage).slice(0, ring.COLUMNS, dim=1).permute((1, 0))
+        top = warpgroup_mma(upper, right, top, is_async=True)
+        bottom = warpgroup_mma(lower, right, bottom, is_async=True)
         top, bottom = warpgroup_mma_wait(0, [top, bottom])
         mbarrier.arrive(ring.empty.index(stage))
         position += 1

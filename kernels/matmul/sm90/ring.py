@@ -17,22 +17,24 @@ TILE = gl.constexpr(2 * CONSUMER_ROWS)
 class Stages(NamedTuple):
     """What a kernel keeps in shared memory: a ring of ``stages`` stages, each a ``step`` of the inner axis.
 
-    Besides, for each consumer, ``slots`` staging buffers of results and ``z_stages`` quarters of pre-activations.
+    Besides, for each consumer, ``slots`` staging buffers of results and ``z_stages`` quarters of pre-activations. Of a
+    step of a low-rank product ``low_rank_columns`` are multiplied.
     """
 
     step: int
     stages: int
     slots: int
     z_stages: int = 0
+    low_rank_columns: int = 0
 
 
-@resources("left right full empty order low_rank low_rank_steps LEFT_TRANSPOSED RIGHT_TRANSPOSED STEP STAGES")
+@resources("left right full empty order low_rank low_rank_steps LEFT_TRANSPOSED RIGHT_TRANSPOSED STEP COLUMNS STAGES")
 class Ring(Resource):
     """``STAGES`` stages of both operands, each a ``STEP`` of the inner axis, oriented as in global memory.
 
     The left operand of a stage has two halves of rows. Consumers wait for one another on the barriers of ``order``: see
     their mainloops. If ``low_rank`` is given, the first ``low_rank_steps`` steps of a tile have operands of more
-    bits: it is the ring of the same stages with such operands in them.
+    bits: it is the ring of the same stages with such operands in them, of whose steps ``COLUMNS`` are multiplied.
     """
 
 
@@ -133,12 +135,12 @@ def make_ring(
         order = make_barriers(ORDER, 1)
     return Ring(
         left=left, right=right, full=full, empty=empty, order=order, low_rank=None, low_rank_steps=0,
-        LEFT_TRANSPOSED=LEFT_TRANSPOSED, RIGHT_TRANSPOSED=RIGHT_TRANSPOSED, STEP=STEP, STAGES=STAGES,
+        LEFT_TRANSPOSED=LEFT_TRANSPOSED, RIGHT_TRANSPOSED=RIGHT_TRANSPOSED, STEP=STEP, COLUMNS=STEP, STAGES=STAGES,
     )  # fmt: skip
 
 
 @gluon.jit
-def with_low_rank(ring, left_desc, right_desc, rank):
+def with_low_rank(ring, left_desc, right_desc, rank, COLUMNS: gl.constexpr):
     """The ring, which also takes a low-rank product of ``rank`` terms; its operands may have more bits than others."""
     if left_desc is None:
         return ring
@@ -154,12 +156,13 @@ def with_low_rank(ring, left_desc, right_desc, rank):
             left=reinterpret(ring.left, left_desc.dtype, LEFT, left_desc.layout),
             right=reinterpret(ring.right, right_desc.dtype, RIGHT, right_desc.layout),
             full=ring.full, empty=ring.empty, order=ring.order, low_rank=None, low_rank_steps=0,
-            LEFT_TRANSPOSED=ring.LEFT_TRANSPOSED, RIGHT_TRANSPOSED=ring.RIGHT_TRANSPOSED, STEP=STEP, STAGES=ring.STAGES,
+            LEFT_TRANSPOSED=ring.LEFT_TRANSPOSED, RIGHT_TRANSPOSED=ring.RIGHT_TRANSPOSED, STEP=STEP, COLUMNS=COLUMNS,
+            STAGES=ring.STAGES,
         )  # fmt: skip
         return Ring(
             left=ring.left, right=ring.right, full=ring.full, empty=ring.empty, order=ring.order, low_rank=low_rank,
             low_rank_steps=gl.cdiv(rank, STEP), LEFT_TRANSPOSED=ring.LEFT_TRANSPOSED,
-            RIGHT_TRANSPOSED=ring.RIGHT_TRANSPOSED, STEP=ring.STEP, STAGES=ring.STAGES,
+            RIGHT_TRANSPOSED=ring.RIGHT_TRANSPOSED, STEP=ring.STEP, COLUMNS=ring.COLUMNS, STAGES=ring.STAGES,
         )  # fmt: skip
 
 

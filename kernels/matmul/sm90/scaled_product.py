@@ -8,6 +8,7 @@ are added up outside.
 from ...hopper import Matrix, Resource, fence_async_shared, gl, gluon, resources, tma
 from ...launching import Launch, ceil_div
 from ...tuning import EpiloguePipeline
+from ..low_rank import columns_of_step
 from .elements import Scales, scaled
 from .loading import Term, load_parts
 from .pingpong import dense_launch, mma_parts, pingpong_ring
@@ -60,7 +61,7 @@ def _sm90_scaled_product_kernel(
     steps = gl.cdiv(gl.cdiv(inner, STEP), parts)
     schedule = dense_schedule(tile_rows, tile_columns, GROUP, TILE)
     ring = pingpong_ring(left_desc, right_desc, RIGHT_TRANSPOSED, STEP, STAGES)
-    ring = with_low_rank(ring, u_desc, b_desc, RANK)
+    ring = with_low_rank(ring, u_desc, b_desc, RANK[0], RANK[1])
     given = _Product(
         out=out_desc, bias_ptr=bias_ptr, columns=columns,
         scales=Scales(
@@ -70,7 +71,7 @@ def _sm90_scaled_product_kernel(
         staging=make_staging(out_desc, SLOTS),
     )  # fmt: skip
     term = Term(left=left_desc, right=right_desc, other=None, inner=inner, first=0)
-    low_rank = Term(left=u_desc, right=b_desc, other=None, inner=RANK, first=0)
+    low_rank = Term(left=u_desc, right=b_desc, other=None, inner=RANK[0], first=0)
     fence_async_shared()
     warp_specialize(
         2, _consume, (ring, schedule, steps, parts, given), load_parts, (ring, schedule, term, low_rank, steps, parts)
@@ -85,11 +86,12 @@ def prepare_scaled_product(
     Its tensors are left, right, those of a ``low_rank`` product of 16 bits, the result, the bias, and the scales of
     left's rows and of right's columns.
     """
-    rank = 0
+    rank = 0, 0
     terms = [(left, right)]
     if low_rank is not None:
         terms.append(low_rank)
+        columns, step = low_rank[0].columns, pipeline.low_rank_step
         # Whole steps, for fewer variants: TMA loads zeros beyond the end.
-        rank = ceil_div(low_rank[0].columns, pipeline.low_rank_step) * pipeline.low_rank_step
+        rank = ceil_div(columns, step) * step, columns_of_step(columns, step)
     constants = (left.scale_stride, right.scale_stride), PART // pipeline.step, rank
     return dense_launch(_sm90_scaled_product_kernel, terms, out, pipeline, constants, most_terms=2)
