@@ -10,7 +10,8 @@ import pytest
 
 from fusedlayers import planning
 from fusedlayers.planning import CARDS, Device, Float8LinearProblem, Float8Plan, Float8Problem, LinearProblem, Problem
-from fusedlayers.planning.float8 import LIMITS
+from fusedlayers.planning.float8 import LIMITS, Float8LoRAProblem
+from fusedlayers.planning.lora_ffn import LoRAProblem
 
 H100 = CARDS["H100"]
 GENERIC = replace(H100, backend="generic")
@@ -130,3 +131,23 @@ def test_a_configuration_that_failed_the_self_test(make: Any) -> None:
         found = planning.plan(make(), replace(H100, avoided=frozenset(names)))
         assert found.path == "bf16"
         assert found.avoided
+
+
+def test_adapters() -> None:
+    """Frozen weights: nothing but the adapters is in 16 bits, and what is kept is what the layer in 16 bits keeps."""
+    ranks = {"rank_up": 16, "rank_gate": 16, "rank_down": 16, "gated": True, "needs_adapter_gradient": True}
+    problem = Float8LoRAProblem(
+        operation="lora_ffn", batch=1, O=2048, dtype="bfloat16", needs_data_gradient=True, **SIZES, **ranks
+    )
+    plan, plain = planning.plan(problem, H100), planning.plan(problem.plain, H100)
+    assert (plan.path, plain.path) == ("float8", "epilogue")
+    assert type(problem.plain) is LoRAProblem
+    assert pickle.loads(pickle.dumps(problem)) == problem
+    assert plan.saved_bytes == plain.saved_bytes
+    assert plan.flops == plain.flops
+    assert plan.floor_seconds < 0.6 * plain.floor_seconds
+    assert dict(plan.facts(H100))["precision"] == "fp8, a scale for each row; weight gradients in 16 bits"
+    trained = replace(problem, needs_weight_gradient=True)
+    assert trained.flops_in_16_bits == problem.flops_in_16_bits + 6 * problem.M * problem.N * problem.K
+    assert replace(problem, adapter_dropout=True).workspace_bytes > problem.workspace_bytes
+    assert planning.plan(replace(problem, M=64), H100).path == "bf16"
