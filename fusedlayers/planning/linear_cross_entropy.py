@@ -60,6 +60,7 @@ class LossProblem(Call):
     positions: int | None = None  # losses of each token, where the weight is [V, d1, ..., K]
     probabilities: bool = False  # whether targets are probabilities of all classes
     entropy: bool = False
+    argmax: bool = False
     capped: bool = False
     squared: bool = False  # whether the z-loss is added
     recompute: bool = False  # whether no gradient may be computed, nor any logits be written, in the forward pass
@@ -255,7 +256,7 @@ def fused_options(problem: LossProblem, device: Device) -> dict[str, Any]:
     shares = generic_shares(tiles, p.M, p.V, ranges)
     if tiles.sm90 is not None:
         shares = sm90_shares(tiles.sm90, p.M, p.V)
-    forward = (12 if p.entropy else 8) * shares.partials + 4 * p.M
+    forward = 4 * (2 + p.entropy + p.argmax) * shares.partials + 4 * p.M
     options = {
         "logit_tiles": tiles,
         "ranges": ranges,

@@ -103,21 +103,27 @@ def linear_log_probs(
     softcap: float | None = None,
     logit_scale: float = 1.0,
     return_entropy: bool = False,
+    return_argmax: bool = False,
 ) -> Any:
-    """The log-probability of each target, and with ``return_entropy`` the entropy of each token's distribution.
+    """The log-probability of each target, and on request the entropy of each token's distribution and its likeliest
+    class.
 
     input ``[*B, K]``, linear_weight ``[V, K]``, linear_bias ``[V]``, in any dtype, target ``[*B]`` -> ``[*B]`` in at
-    least 32 bits. Both are 0 where the target is ``ignore_index``.
+    least 32 bits, and int64 classes. The first two are 0 where the target is ``ignore_index``.
     """
-    logarithms = logits(F.linear(input, linear_weight, linear_bias), softcap, logit_scale).log_softmax(-1)
+    scores = logits(F.linear(input, linear_weight, linear_bias), softcap, logit_scale)
+    logarithms = scores.log_softmax(-1)
     target = target.to(torch.int64)
     ignored = target == (IGNORED if ignore_index is None else ignore_index)
     chosen = logarithms.gather(-1, target.masked_fill(ignored, 0).unsqueeze(-1)).squeeze(-1).masked_fill(ignored, 0)
-    if not return_entropy:
-        return chosen
-    # A class of probability 0 must add 0, but 0 · -inf is NaN.
-    terms = logarithms.exp() * logarithms.masked_fill(logarithms == -torch.inf, 0)
-    return chosen, -terms.sum(-1).masked_fill(ignored, 0)
+    found = [chosen]
+    if return_entropy:
+        # A class of probability 0 must add 0, but 0 · -inf is NaN.
+        terms = logarithms.exp() * logarithms.masked_fill(logarithms == -torch.inf, 0)
+        found.append(-terms.sum(-1).masked_fill(ignored, 0))
+    if return_argmax:
+        found.append(scores.argmax(-1))
+    return tuple(found) if len(found) > 1 else chosen
 
 
 def logits(product: Tensor, softcap: float | None = None, logit_scale: float = 1.0) -> Tensor:

@@ -10,8 +10,11 @@ from ..device import tl, triton
 from ..tiles import load_vector
 from .elements import LOWEST, Factors, gradient_of, share_of
 
+# Past every column; and the sign bit, which marks the column of a NaN, so that it is less than every other one.
+NOWHERE, _NAN = tl.constexpr(2**31 - 1), tl.constexpr(-(2**31))
+
 # Where the statistics of rows are stored, for each range of columns; and the value of each row's target.
-Partials = namedtuple("Partials", "top_ptr total_ptr spread_ptr weighted_ptr chosen_ptr")
+Partials = namedtuple("Partials", "top_ptr total_ptr spread_ptr weighted_ptr index_ptr chosen_ptr")
 # The gradient of M rows and V columns, the first of which is number ``start``, as a function of the logits.
 Gradient = namedtuple(
     "Gradient",
@@ -33,6 +36,22 @@ def ranges_of(band, bands, tile_columns, programs, group):
 
 
 @triton.jit
+def first_largest(top, index, next_top, next_index):
+    """The index of the larger of two values, of equal ones the lower; a negative index is that of a NaN, and wins."""
+    lower = tl.minimum(index, next_index)
+    found = tl.where(next_top > top, next_index, tl.where(next_top == top, lower, index))
+    return tl.where(lower < 0, lower, found)
+
+
+@triton.jit
+def first_column(x, cols, highest):
+    """The first of the columns ``cols`` that is ``highest`` or NaN, for each row; see ``first_largest``."""
+    cols = tl.expand_dims(cols, 0)
+    hits = tl.where(x == tl.expand_dims(highest, 1), cols, NOWHERE)
+    return tl.min(tl.where(x != x, cols | _NAN, hits), 1)
+
+
+@triton.jit
 def add_tile(x, top, total, spread, ENTROPY: tl.constexpr, ACCURACY: tl.constexpr):
     """(top, total, spread) of rows after the columns of ``x``; see ``losses.py``. A NaN reaches the sums."""
     higher = tl.maximum(top, tl.max(x, 1))
@@ -48,7 +67,7 @@ def add_tile(x, top, total, spread, ENTROPY: tl.constexpr, ACCURACY: tl.constexp
 
 
 @triton.jit
-def store_statistics(partials, at, rows, top, total, spread, weighted, chosen, found):
+def store_statistics(partials, at, rows, top, total, spread, weighted, index, chosen, found):
     """Store the statistics of a range of columns at ``at``, and the value of the target where it was ``found``."""
     tl.store(partials.top_ptr + at, top)
     tl.store(partials.total_ptr + at, total)
@@ -56,6 +75,8 @@ def store_statistics(partials, at, rows, top, total, spread, weighted, chosen, f
         tl.store(partials.spread_ptr + at, spread)
     if partials.weighted_ptr is not None:
         tl.store(partials.weighted_ptr + at, weighted)
+    if partials.index_ptr is not None:
+        tl.store(partials.index_ptr + at, index)
     tl.store(partials.chosen_ptr + rows, chosen, mask=found != 0)
 
 

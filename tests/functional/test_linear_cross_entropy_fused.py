@@ -106,6 +106,41 @@ def test_exact_integers(dtype: torch.dtype) -> None:
         assert torch.equal(found, expected.float())
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("M", "V", "sms"), [(70, 600, 132), (130, 257, 3), (5, 1, 1)])
+def test_the_likeliest_class(dtype: torch.dtype, M: int, V: int, sms: int) -> None:
+    """The first of equal logits, of tokens that are ignored, too; all other results have the same bits without it."""
+    input = torch.randint(-2, 3, (M, 24), device=DEVICE).to(dtype)
+    weight = torch.randint(-2, 3, (V, 24), device=DEVICE).to(dtype)
+    target = torch.randint(V, (M,), device=DEVICE)
+    target[1] = IGNORED
+    with on_path("fused"), assumed(sms=sms):
+        *both, found = functional.linear_log_probs(input, weight, target, return_entropy=True, return_argmax=True)
+        alone, again = functional.linear_log_probs(input, weight, target, return_argmax=True)
+        expected = functional.linear_log_probs(input, weight, target, return_entropy=True)
+    # Of equal values torch.argmax gives any on a GPU.
+    truth = (input.double() @ weight.double().T).cpu().argmax(1)
+    assert torch.equal(found.cpu(), truth)
+    assert torch.equal(found, again)
+    assert all(torch.equal(*pair) for pair in zip((*both, alone), (*expected, expected[0]), strict=True))
+
+
+def test_the_likeliest_class_has_no_gradient() -> None:
+    inputs = loss_inputs((2, 9), 24, 70, bias=True)
+
+    def without_classes(**given: Any) -> Any:
+        *both, found = functional.linear_log_probs(**given, return_entropy=True, return_argmax=True)
+        assert found.dtype is torch.int64
+        assert found.shape == (2, 9)
+        assert not found.requires_grad
+        return tuple(both)
+
+    with on_path("fused"):
+        ours = results(without_classes, inputs)
+        expected = results(functional.linear_log_probs, inputs, return_entropy=True)
+    torch.testing.assert_close(ours, expected, rtol=0, atol=0)
+
+
 ROWS = {
     "-inf": [0.5, -torch.inf, 2.0, -torch.inf],
     "all -inf": [-torch.inf] * 4,
@@ -114,6 +149,20 @@ ROWS = {
     "NaN": [0.5, torch.nan, 2.0, 1.0],
     "large": [3e38, -3e38, 1.0, 3e38],
 }
+
+
+@pytest.mark.parametrize("row", [*ROWS.values(), [0.5, torch.inf, torch.nan, 2.0]], ids=[*ROWS, "NaN after inf"])
+@pytest.mark.parametrize("around", [0.0, -torch.inf])
+def test_the_likeliest_of_special_values(row: list[float], around: float) -> None:
+    """NaN wins, and -inf where there is nothing else, wherever in a tile the four columns are."""
+    for place in (0, 62, 254, 596):
+        bias = torch.full((600,), around, device=DEVICE)
+        bias[place : place + 4] = torch.tensor(row)
+        input, weight = torch.zeros(3, 16, device=DEVICE), torch.zeros(600, 16, device=DEVICE)
+        target = torch.zeros(3, dtype=torch.int64, device=DEVICE)
+        with on_path("fused"), assumed(sms=132):
+            _, found = functional.linear_log_probs(input, weight, target, linear_bias=bias, return_argmax=True)
+        assert found.tolist() == [int(bias.cpu().argmax())] * 3, place
 
 
 @pytest.mark.sampled(together=2)
@@ -224,7 +273,8 @@ def test_no_tensor_is_as_large_as_a_few_rows_of_logits() -> None:
 @pytest.mark.parametrize("name", ["linear_cross_entropy", "linear_log_probs"])
 def test_compiled(name: str) -> None:
     function = getattr(functional, name)
-    options = {"return_entropy": True} if name == "linear_log_probs" else {"reduction": "none"}
+    more = {"return_entropy": True, "return_argmax": True}
+    options = more if name == "linear_log_probs" else {"reduction": "none"}
     with on_path("fused"), torch.no_grad():
         compiled = torch.compile(
             lambda **given: function(**given, **options), backend="aot_eager", fullgraph=True, dynamic=True
@@ -266,6 +316,7 @@ def test_partial_results_of_groups_of_bands(M: int, V: int, programs: int, group
     logits = torch.randn(M, V, device=DEVICE) * 4
     target = torch.randint(V, (M,), device=DEVICE)
     partials = torch.full((3, shares.partials), torch.nan, device=DEVICE)
+    indices = torch.full((shares.partials,), -1, dtype=torch.int32, device=DEVICE)
     place = 0
     for first in range(0, shares.bands, shares.group):
         height = min(shares.group, shares.bands - first)
@@ -275,26 +326,29 @@ def test_partial_results_of_groups_of_bands(M: int, V: int, programs: int, group
             for own in range(ranges):
                 tiles = range(own, shares.tile_columns, ranges)
                 parts = torch.cat([rows[:, 256 * tile : 256 * tile + 256] for tile in tiles], 1)
-                top = parts.amax(1)
+                columns = torch.cat([torch.arange(256 * t, min(256 * t + 256, V), device=DEVICE) for t in tiles])
+                top, index = parts.max(1)
                 distance = parts - top[:, None]
                 found = top, distance.exp().sum(1), (distance.exp() * distance).sum(1)
                 partials[:, place : place + len(rows)] = torch.stack(found)
+                indices[place : place + len(rows)] = columns[index].to(torch.int32)
                 place += shares.rows
     assert place == shares.partials
     chosen = logits.gather(1, target[:, None])[:, 0].contiguous()
     loss, entropies = torch.empty(2, M, device=DEVICE)
-    stats = torch.empty(2, M, device=DEVICE)
+    stats, argmax = torch.empty(2, M, device=DEVICE), torch.empty(M, dtype=torch.int64, device=DEVICE)
     launch(
         statistics._combined_losses_kernel,
         ceil_div(M, 32),
-        (*partials[:2], partials[2] if entropy else None, None, chosen, target, None, None, loss,
-         entropies if entropy else None, stats),
+        (*partials[:2], partials[2] if entropy else None, None, indices, chosen, target, None, None, loss,
+         entropies if entropy else None, stats, argmax),
         (V,),
         (M, *shares[1:], (IGNORED, 0.0, 0.0)),
         (shares.rows, "exact"),
     )  # fmt: skip
     torch.testing.assert_close(loss, F.cross_entropy(logits, target, reduction="none"), rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(stats[0] + stats[1].log(), logits.logsumexp(1), rtol=1e-5, atol=1e-5)
+    assert torch.equal(argmax, logits.argmax(1))
     if entropy:
         expected = torch.distributions.Categorical(logits=logits).entropy()
         torch.testing.assert_close(entropies, expected, rtol=1e-4, atol=1e-5)

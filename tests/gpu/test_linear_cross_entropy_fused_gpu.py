@@ -85,10 +85,41 @@ def test_exact_integers(K: int, dtype: torch.dtype, machine: dict[str, Any]) -> 
             assert torch.equal(found[alone], expected[alone])
 
 
+@pytest.mark.parametrize("machine", MACHINES.values(), ids=MACHINES)
+@pytest.mark.parametrize("sizes", [(1100, 192, 3000), (4096, 320, 50257), (130, 16, 257)], ids=str)
+def test_the_likeliest_class(sizes: tuple[int, int, int], machine: dict[str, Any]) -> None:
+    """The first of equal logits, of integers, and of NaN; all other results have the same bits without it."""
+    tokens, K, V = sizes
+    torch.manual_seed(V)
+    input = torch.randint(-2, 3, (tokens, K), device=DEVICE).to(BFLOAT16)
+    weight = torch.randint(-2, 3, (V, K), device=DEVICE).to(BFLOAT16)
+    target = torch.randint(V, (tokens,), device=DEVICE)
+    # Exact in float32; of equal values torch.argmax gives any on a GPU.
+    truth = (input.float() @ weight.float().T).cpu().argmax(1)
+    bias = torch.zeros(V, device=DEVICE, dtype=BFLOAT16)
+    with on_path("fused"), assumed(**machine):
+        expected = functional.linear_log_probs(input, weight, target, return_entropy=True)
+        for _ in range(20):
+            *both, found = functional.linear_log_probs(input, weight, target, return_entropy=True, return_argmax=True)
+            assert torch.equal(found.cpu(), truth)
+            assert all(torch.equal(*pair) for pair in zip(both, expected, strict=True))
+        _, found = functional.linear_log_probs(input, weight, target, return_argmax=True)
+        assert torch.equal(found.cpu(), truth)
+        for place, value in ((V - 1, torch.inf), (V // 2, torch.nan), (V // 3, torch.nan), (0, -torch.inf)):
+            bias[place] = value
+            _, found = functional.linear_log_probs(input, weight, target, linear_bias=bias, return_argmax=True)
+            assert (found == (bias.cpu().argmax() if value != -torch.inf else V // 3)).all(), place
+        _, found = functional.linear_log_probs(
+            input, weight, target, linear_bias=torch.full_like(bias, -torch.inf), return_argmax=True
+        )
+        assert not found.any()
+
+
 @pytest.mark.parametrize("name", ["linear_cross_entropy", "linear_log_probs"])
 def test_the_same_bits_every_time(name: str) -> None:
     inputs = loss_inputs((4096,), 768, 50257, BFLOAT16, bias=True)
-    options = {"reduction": "none"} if name == "linear_cross_entropy" else {"return_entropy": True}
+    both = {"return_entropy": True, "return_argmax": True}
+    options = {"reduction": "none"} if name == "linear_cross_entropy" else both
     with on_path("fused"):
         first = results(getattr(functional, name), inputs, FLOATING, **options)
         for _ in range(20):
@@ -115,11 +146,11 @@ def test_memory_of_a_large_vocabulary() -> None:
     weight = torch.randn(V, K, device=DEVICE, dtype=BFLOAT16)
     target = torch.randint(V, (tokens,), device=DEVICE)
     with on_path("fused"):
-        for entropy in (False, True):
+        for more in (False, True):
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()
             before = torch.cuda.memory_allocated()
-            functional.linear_log_probs(input, weight, target, return_entropy=entropy)
+            functional.linear_log_probs(input, weight, target, return_entropy=more, return_argmax=more)
             peak = (torch.cuda.max_memory_allocated() - before) / MIB
             assert peak <= 10, f"{peak:.0f} MiB"
 

@@ -43,7 +43,7 @@ def step(target, dtype, tokens, vocabulary, name="linear_cross_entropy", **optio
             print(json.dumps(report | facts))
 
 
-def statistics(target, dtype, sizes, sm90, bias=False, entropy=False, weight=False, **options):
+def statistics(target, dtype, sizes, sm90, bias=False, entropy=False, argmax=False, weight=False, **options):
     M, K, V = sizes
     dtype = getattr(torch, dtype)
     bits = 8 * dtype.itemsize
@@ -56,6 +56,7 @@ def statistics(target, dtype, sizes, sm90, bias=False, entropy=False, weight=Fal
         cross_entropy.losses_of_product(
             *tensors, bias, torch.zeros(M, dtype=torch.int64), weight, weight if weight is None else weight.sum(),
             arithmetic, "ieee", tiles, 4, loss=found[0], entropy=found[1] if entropy else None, statistics=found[2:],
+            argmax=torch.empty(M, dtype=torch.int64) if argmax else None,
         )
     facts = {"dtype": str(dtype).removeprefix("torch."), "width": K, "gated": False, "vocabulary": V}
     for report in reports:
@@ -104,6 +105,8 @@ statistics("sm_90", "bfloat16", (8192, 4096, 128256), True, entropy=True)
 statistics("sm_90", "float16", (1003, 776, 50257), True, bias=True)
 statistics("sm_90", "bfloat16", (1003, 776, 50257), True, **ALL)
 statistics("sm_90", "bfloat16", (1, 16, 100), True)
+statistics("sm_90", "bfloat16", (8192, 4096, 151936), True, entropy=True, argmax=True)
+statistics("sm_90", "float16", (1003, 776, 50257), True, bias=True, entropy=True, argmax=True, softcap=30.0)
 """
 GRADIENTS_ON_HOPPER = """
 gradient("sm_90", "bfloat16", (8192, 4096, 4096), True)
@@ -117,6 +120,7 @@ GENERIC = """
 for target in sys.argv[1:]:
     for dtype in ("bfloat16", "float32"):
         statistics(target, dtype, (8192, 4096, 128256), False)
+        statistics(target, dtype, (1003, 768, 50257), False, entropy=True, argmax=True)
         statistics(target, dtype, (1003, 768, 50257), False, bias=True, entropy=True, **EVERYTHING)
         gradient(target, dtype, (8192, 4096, 4096), False)
         gradient(target, dtype, (8192, 4096, 4096), False, softcap=30.0, entropy=True)
@@ -161,12 +165,13 @@ def test_the_product_without_logits_on_hopper(tmp_path: Path) -> None:
     for report in found:
         assert not faults(report), (report["dtype"], report["vocabulary"], faults(report))
     sm90 = [report for report in found if report["kernel"] == "sm90_statistics"]
-    assert len(sm90) == 5
-    assert len(found) == 10, "what is combined"
+    assert len(sm90) == 7
+    assert len(found) == 14, "what is combined"
     for report in sm90:
         config = LogitPipeline()
         assert report["wgmma"] == 2 * config.step // 16
         assert ("spread_ptr" in report["pointers"]) == report["entropy"]
+    assert sum("index_ptr" in report["pointers"] for report in sm90) == 2
 
 
 def test_the_gradient_of_some_columns_on_hopper(tmp_path: Path) -> None:
@@ -188,7 +193,7 @@ def test_the_product_without_logits_elsewhere(tmp_path: Path) -> None:
     kernels = [report["kernel"] for report in found]
     # Weights of a tile's columns have no registers beside two consumers' sums.
     assert set(kernels) == {"statistics", "combined_losses", "logit_gradient", "row_factors"}
-    assert kernels.count("statistics") == 4 * len(targets) + 1
+    assert kernels.count("statistics") == 6 * len(targets) + 1
     assert kernels.count("logit_gradient") == 6 * len(targets)
 
 

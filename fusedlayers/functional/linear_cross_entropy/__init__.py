@@ -150,7 +150,7 @@ class _LinearCrossEntropy(LossHead):
     def forward(self, call: Prepared, operands: Tensors, wanted: Sequence[bool]) -> tuple[Tensors, Tensors]:
         head = Head.of(operands, call.plan, call.details)
         if call.problem.reduction == "none":
-            losses, _, statistics = fused.losses(head, any(wanted))
+            losses, _, _, statistics = fused.losses(head, any(wanted))
             return (losses,), (statistics, None)
         if call.plan.path == "fused":
             loss, made = fused.reduced(head, any(wanted))

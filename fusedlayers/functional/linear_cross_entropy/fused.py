@@ -14,25 +14,27 @@ from ..sums import accumulated, add_product, summed_rows
 from .head import Head, padded
 
 
-def losses(head: Head, saving: bool) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """The losses ``[M]``, the entropies if wanted, and with ``saving`` two numbers per token for the backward pass."""
+def losses(head: Head, saving: bool) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    """The losses ``[M]``, the entropies and the arg-max if wanted, and with ``saving`` two numbers per token for the
+    backward pass."""
     plan = head.plan
     assert plan.logit_tiles is not None
     found = head.input.new_empty(head.input.shape[0], dtype=torch.float32)
     entropies = torch.empty_like(found) if plan.problem.entropy else None
+    argmax = torch.empty_like(found, dtype=torch.int64) if plan.problem.argmax else None
     # Computed even if nobody needs them, so that the same kernels run, and round the same way.
     statistics = found.new_empty(2, len(found))
     kernels.losses_of_product(
         head.input, head.linear_weight, head.linear_bias, head.target, head.weight, head.weight_sum, head.arithmetic,
         plan.problem.input_precision, plan.logit_tiles, plan.ranges, loss=found, entropy=entropies,
-        statistics=statistics,
+        statistics=statistics, argmax=argmax,
     )  # fmt: skip
-    return found, entropies, statistics if saving else None
+    return found, entropies, argmax, statistics if saving else None
 
 
 def reduced(head: Head, saving: bool) -> tuple[Tensor, Tensors]:
     """The sum or the mean of the losses; with ``saving`` the tokens' statistics, and for a mean its factor."""
-    found, _, statistics = losses(head, saving)
+    found, _, _, statistics = losses(head, saving)
     loss = found.sum()
     if head.plan.problem.reduction == "sum":
         return loss, (statistics, None)

@@ -7,7 +7,7 @@ from ...matmul.sm90.loading import Term, load_term
 from ...matmul.sm90.ring import HALF, TILE, column_halves
 from ...matmul.sm90.roles import warp_specialize
 from ..elements import LOWEST, logits_of
-from ..tile import Partials, add_tile, ranges_of, store_statistics
+from ..tile import Partials, add_tile, first_column, first_largest, ranges_of, store_statistics
 
 # Columns of which a thread has two in the wgmma layout.
 QUAD = gl.constexpr(8)
@@ -64,10 +64,25 @@ def _value_at(x, column):
 
 
 @gluon.jit
+def _first_column(x, highest, column):
+    """``first_column`` of a tile whose first column is ``column``, in few registers: 64 columns at a time."""
+    if x.shape[1] > HALF:
+        left, right = column_halves(x)
+        first = _first_column(left, highest, column)
+        first = gl.minimum(first, _first_column(right, highest, column + x.shape[1] // 2))
+    else:
+        cols = column + gl.arange(0, HALF, gl.SliceLayout(0, x.type.layout))
+        of_rows = gl.convert_layout(highest, gl.SliceLayout(1, x.type.layout), assert_trivial=True)
+        first = first_column(x, cols, of_rows)
+    return gl.convert_layout(first, highest.type.layout, assert_trivial=True)
+
+
+@gluon.jit
 def _consume(consumer: gl.constexpr, ring, schedule, steps, given, LEAD: gl.constexpr):
     COLUMNS: gl.constexpr = schedule.COLUMNS
     ENTROPY: gl.constexpr = given.partials.spread_ptr is not None
     SMOOTHING: gl.constexpr = given.partials.weighted_ptr is not None
+    INDEXED: gl.constexpr = given.partials.index_ptr is not None
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
     of_rows: gl.constexpr = gl.SliceLayout(1, layout)
     lanes = gl.arange(0, HALF, of_rows)
@@ -85,6 +100,7 @@ def _consume(consumer: gl.constexpr, ring, schedule, steps, given, LEAD: gl.cons
         sums = gl.zeros([HALF], gl.float32, of_rows)
         chosen = gl.zeros([HALF], gl.float32, of_rows)
         found = gl.zeros([HALF], gl.int32, of_rows)
+        index = gl.zeros([HALF], gl.int32, of_rows) + own * COLUMNS
         for tile in range(own, schedule.tile_columns, ranges):
             column = tile * COLUMNS
             acc = bias_of_columns(given.bias_ptr, 0, column, given.V, COLUMNS)
@@ -101,16 +117,19 @@ def _consume(consumer: gl.constexpr, ring, schedule, steps, given, LEAD: gl.cons
                 sums += gl.sum(x, 1)
                 if column + COLUMNS > given.V:
                     x = gl.where(gl.expand_dims(column + cols < given.V, 0), x, float("-inf"))
+            if INDEXED:
+                highest = gl.max(x, 1)
+                index = first_largest(top, index, highest, _first_column(x, highest, column))
             top, total, spread = add_tile(x, top, total, spread, ENTROPY, "hardware")
         if own < ranges:
             _, place = ranges_of(band, schedule.bands, schedule.tile_columns, gl.num_programs(0), schedule.group)
             at = (place + own) * TILE + consumer * HALF + lanes
-            store_statistics(given.partials, at, rows, top, total, spread, sums, chosen, found)
+            store_statistics(given.partials, at, rows, top, total, spread, sums, index, chosen, found)
 
 
 @gluon.jit(do_not_specialize=["M", "bands", "group", "scales"])
 def sm90_statistics_kernel(
-    x_desc, w_desc, target_ptr, bias_ptr, top_ptr, total_ptr, spread_ptr, weighted_ptr, chosen_ptr,
+    x_desc, w_desc, target_ptr, bias_ptr, top_ptr, total_ptr, spread_ptr, weighted_ptr, index_ptr, chosen_ptr,
     inner, V, tile_columns, M, bands, group, scales,
     COLUMNS: gl.constexpr, STAGES: gl.constexpr, LEAD: gl.constexpr, ARITHMETIC: gl.constexpr,
 ):  # fmt: skip
@@ -118,7 +137,7 @@ def sm90_statistics_kernel(
     ring = cooperative_ring(x_desc, w_desc, COLUMNS, False, True, STAGES.step, STAGES.stages, 2, 1)
     given = _Statistics(
         target_ptr=target_ptr, bias_ptr=bias_ptr, M=M, V=V, scales=scales, ARITHMETIC=ARITHMETIC,
-        partials=Partials(top_ptr, total_ptr, spread_ptr, weighted_ptr, chosen_ptr),
+        partials=Partials(top_ptr, total_ptr, spread_ptr, weighted_ptr, index_ptr, chosen_ptr),
     )  # fmt: skip
     term = Term(left=x_desc, right=w_desc, other=None, inner=inner, first=0)
     fence_async_shared()
