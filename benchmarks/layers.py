@@ -3,6 +3,7 @@
     python -m benchmarks.layers --time
     python -m benchmarks.layers --time --families ffn,moe_ffn
     python -m benchmarks.layers --time --families linear_cross_entropy --contenders function,liger,cce,quack,auto
+    python -m benchmarks.layers --time --families linear_log_probs --shape 8192x4096x151936 --contenders eager,trl,auto
 
 Sizes and options of one's own: ``python -m fusedlayers.bench``, whose runner this is. Exit status: 0 if everything is
 right, 1 if a verification is red or nothing was timed, 2 for a bad command line.
@@ -14,8 +15,8 @@ import argparse
 import sys
 from dataclasses import replace
 
-from fusedlayers.bench.arguments import CONTENDERS, add_run_options, record_path, settings_of, several
-from fusedlayers.bench.cases import CASES
+from fusedlayers.bench.arguments import CONTENDERS, add_run_options, parse_shape, record_path, settings_of, several
+from fusedlayers.bench.cases import CASES, Case, Shape
 from fusedlayers.bench.runner import Row, report
 
 from . import peers
@@ -32,6 +33,7 @@ def build_parser() -> argparse.ArgumentParser:
         "--families", type=lambda text: several(text, tuple(CASES)), default=tuple(CASES), metavar="NAME,…",
         help=f"of {','.join(CASES)}; default: all",
     )  # fmt: skip
+    parser.add_argument("--shape", nargs="+", default=[], help="sizes of one family, instead of those of its grids")
     add_run_options(parser, _WORDS)
     return parser
 
@@ -41,6 +43,20 @@ def main(arguments: list[str] | None = None) -> int:
     return answered(build_parser(), _run, arguments)
 
 
+def _shapes(texts: list[str], cases: list[Case]) -> list[Shape]:
+    """The sizes on the command line, which are those of one case.
+
+    Raises:
+        ValueError: there are several cases, or a text is none of their sizes.
+    """
+    if texts and len(cases) > 1:
+        raise ValueError("argument --shape: expected one family beside it (--families)")
+    try:
+        return [parse_shape(text, cases[0].letters, cases[0].meaning) for text in texts]
+    except argparse.ArgumentTypeError as error:
+        raise ValueError(f"argument --shape: {error}") from error
+
+
 def _run(chosen: argparse.Namespace, words: list[str]) -> int:
     settings = settings_of(chosen)
     names = settings.contenders
@@ -48,8 +64,12 @@ def _run(chosen: argparse.Namespace, words: list[str]) -> int:
     cases = [CASES[name] for name in chosen.families]
     for line in peers.check(names, cases) if settings.timed else ():
         print(f"skip   {line}")
+    shapes = _shapes(chosen.shape, cases)
     rows = [
-        Row(case, grid, grid.options, shape) for case in cases for grid in case.grids for shape in settings.shapes(grid)
+        Row(case, grid, grid.options, shape)
+        for case in cases
+        for grid in case.grids
+        for shape in shapes or settings.shapes(grid)
     ]
     return report(rows, settings, words, record_path(chosen.output, "layers", settings.dtype, settings.device))
 

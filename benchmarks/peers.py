@@ -8,13 +8,18 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
+from fusedlayers import reference
 from fusedlayers.bench import contenders
 from fusedlayers.bench.cases import Case, Options
 from fusedlayers.bench.contenders import Contender
 from fusedlayers.bench.timing import NotTimed
 
-Version = Callable[..., Tensor]
+Version = Callable[..., contenders.Results]
+
+# Tokens whose logits the plain chunked version has in memory at once.
+_CHUNK = 1024
 
 
 def _loss_head(module: str, function: str) -> Callable[[], Version]:
@@ -34,6 +39,50 @@ def _torch_loss_head() -> Version:
 
     options = LinearCrossEntropyOptions()
     return lambda input, linear_weight, target: linear_cross_entropy(input, linear_weight, target, options=options)
+
+
+def _trl_scores(*outputs: str) -> Version:
+    """(log-probabilities, entropies or None) of TRL's loss head, in the tiles that its trainers use."""
+    function = importlib.import_module("trl.kernels").ChunkedLogProbFunction
+    columns = importlib.import_module("trl.trainer.utils")._CHUNKED_LOGPROB_CHUNK_SIZE
+
+    def scores(input: Tensor, linear_weight: Tensor, target: Tensor) -> contenders.Results:
+        log_probs, entropies, *_ = function.apply(
+            input, linear_weight, None, target, 1.0, columns, None, 1.0, outputs
+        )  # fmt: skip
+        return log_probs, entropies
+
+    return scores
+
+
+def _trl_loss() -> Version:
+    scores = _trl_scores()
+    return lambda input, linear_weight, target: -scores(input, linear_weight, target)[0].mean()
+
+
+def _loss_in_chunks() -> Version:
+    """torch's operations on some tokens at a time, whose logits the backward pass computes again."""
+
+    def loss(input: Tensor, linear_weight: Tensor, target: Tensor) -> Tensor:
+        def of_chunk(part: Tensor, classes: Tensor) -> Tensor:
+            return reference.linear_cross_entropy(part, linear_weight, classes, reduction="sum")
+
+        parts = zip(input.split(_CHUNK), target.split(_CHUNK), strict=True)
+        return torch.stack([checkpoint(of_chunk, *part, use_reentrant=False) for part in parts]).sum() / len(target)
+
+    return loss
+
+
+def _log_probs_in_chunks() -> Version:
+    def log_probs(input: Tensor, linear_weight: Tensor, target: Tensor) -> contenders.Results:
+        def of_chunk(part: Tensor, classes: Tensor) -> tuple[Tensor, Tensor]:
+            return tuple(reference.linear_log_probs(part, linear_weight, classes, return_entropy=True))
+
+        parts = zip(input.split(_CHUNK), target.split(_CHUNK), strict=True)
+        found = [checkpoint(of_chunk, *part, use_reentrant=False) for part in parts]
+        return tuple(torch.cat(each) for each in zip(*found, strict=True))
+
+    return log_probs
 
 
 def _liger_experts() -> Version:
@@ -72,7 +121,7 @@ class Peer:
             raise ImportError(f"{self.title} fails when it is imported: {type(error).__name__}: {error}") from error
 
 
-_HEAD = "linear_cross_entropy"
+_HEAD, _LOG_PROBS = "linear_cross_entropy", "linear_log_probs"
 # By the words of a command line.
 PEERS = {
     "function": Peer("torch function", "pip install --upgrade torch", {_HEAD: _torch_loss_head}),
@@ -91,6 +140,12 @@ PEERS = {
     "quack": Peer(
         "quack", "pip install quack-kernels",
         {_HEAD: _loss_head("quack.linear_cross_entropy", "chunked_linear_cross_entropy")}, "quack-kernels",
+    ),
+    "trl": Peer(
+        "TRL", "pip install trl", {_HEAD: _trl_loss, _LOG_PROBS: lambda: _trl_scores("entropy")}, "trl"
+    ),
+    "chunks": Peer(
+        "torch in chunks", "pip install torch", {_HEAD: _loss_in_chunks, _LOG_PROBS: _log_probs_in_chunks}
     ),
 }  # fmt: skip
 _BY_TITLE = {peer.title: peer for peer in PEERS.values()}

@@ -14,13 +14,14 @@ from fusedlayers import functional
 from fusedlayers.bench import record
 from fusedlayers.bench.cases import CASES
 from fusedlayers.bench.cases.case import Case
+from tests.support.loss_operands import loss_inputs, results
 
 
 def run(*words: object) -> int:
     return layers.main([str(word) for word in (*words, "--time", "--device", "cpu", "--seconds", 0.01)])
 
 
-MODULES = {"liger": "liger_kernel", "cce": "cut_cross_entropy", "quack": "quack"}
+MODULES = {"liger": "liger_kernel", "cce": "cut_cross_entropy", "quack": "quack", "trl": "trl.kernels"}
 HEAD = ("--families", "linear_cross_entropy")
 
 
@@ -80,6 +81,43 @@ def test_a_library_with_a_version_of_some_cases_is_skipped_with_a_line_in_the_ot
         for row in record.read(path)["rows"]:
             status = "timed" if row["case"] == "linear_cross_entropy" else "not timed"
             assert row["contenders"][name]["status"] == status
+
+
+@pytest.mark.parametrize("family", ["linear_cross_entropy", "linear_log_probs"])
+def test_sizes_of_ones_own_beside_torch_in_chunks(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peers, "_CHUNK", 16)
+    chosen = ("--shape", "40x24x300", "--contenders", "eager,chunks,auto", "--output", tmp_path)
+    assert run("--families", family, *chosen) == 0
+    [path] = tmp_path.iterdir()
+    rows = record.read(path)["rows"]
+    assert {tuple(row["shape"]) for row in rows} == {(40, 24, 300)}
+    assert {row["contenders"]["torch in chunks"]["status"] for row in rows} == {"timed"}
+
+
+def test_torch_in_chunks_computes_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peers, "_CHUNK", 16)
+    given = loss_inputs((40,), 24, 300, torch.float64, ignored=0)
+    for name in ("linear_cross_entropy", "linear_log_probs"):
+        case = CASES[name]
+        chunked = peers.PEERS["chunks"].version(case)
+        found = results(lambda linear_bias, version=chunked, **rest: version(**rest), given)
+        expected = results(case.torch_expression, given, **case.keywords(case.grids[0].options))
+        torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [(("--families", "ffn,maxsim"), "one family"), (("--families", "linear_log_probs"), "3 positive integers MxKxV")],
+)
+def test_sizes_that_are_none_are_errors(
+    words: tuple[str, ...], reason: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        run(*words, "--shape", "40x24", "--output", tmp_path)
+    assert stopped.value.code == 2
+    said = capsys.readouterr().err
+    assert "argument --shape: " in said
+    assert reason in said
 
 
 def test_every_published_grid_is_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
