@@ -25,11 +25,12 @@ RECIPES = {
     "accelerate_loop": ("accelerate", "model.safetensors"),
     "plain_script": ("torch", "last.pt"),
     "trl_sft": ("trl", "model.safetensors"),
+    "trl_dpo": ("trl", "model.safetensors"),
 }
 # What is replaced: of a Llama the norms and the loss, too; a model written by hand has norms of torch's.
 ENTRIES = {"plain_script": LAYERS}
-# How often a step calls each block: TRL checkpoints activations.
-CALLS = {"trl_sft": 2}
+# How often a step calls each block: TRL checkpoints activations, and DPO has a reference model.
+CALLS = {"trl_sft": 2, "trl_dpo": 3}
 
 pytestmark = [
     # What the tools say of machines without a GPU, of few workers, and of one another's releases.
@@ -37,7 +38,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*does not have many workers.*:UserWarning"),
     pytest.mark.filterwarnings("ignore:`isinstance.treespec, LeafSpec:FutureWarning"),
     pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),
-    pytest.mark.filterwarnings("ignore:`gradient_checkpointing` is deprecated:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:`gradient_checkpointing(_enable|_disable)?` is deprecated:FutureWarning"),
 ]
 
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
+from tokenizers import Regex, Tokenizer, decoders, pre_tokenizers
+from tokenizers.models import WordLevel
 from torch import Tensor, nn
 from torch.utils.data import Dataset
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from train_examples.data import load_text, random_windows
 from train_examples.settings import DataSettings
@@ -20,6 +22,14 @@ def small_llama(seed: int = 0) -> LlamaForCausalLM:
     torch.manual_seed(seed)
     sizes = {"hidden_size": 64, "intermediate_size": 172, "num_hidden_layers": 2, "num_attention_heads": 4}
     return LlamaForCausalLM(LlamaConfig(vocab_size=256, max_position_embeddings=CONTEXT, use_cache=False, **sizes))
+
+
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    """A tokenizer whose tokens are the bytes of a text in latin-1; 0 pads, and 1 ends a text."""
+    letters = Tokenizer(WordLevel({chr(byte): byte for byte in range(256)}, unk_token="\0"))
+    letters.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    letters.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=letters, pad_token="\0", eos_token="\1")
 
 
 class Block(nn.Module):

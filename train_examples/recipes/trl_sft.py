@@ -1,24 +1,22 @@
 """TRL's ``SFTTrainer``: ``python -m train_examples.recipes.trl_sft``, with TRL 1.16 or newer.
 
-Blocks and norms run fused. TRL computes the loss, its entropy and its accuracy with its own loss head.
+Blocks, norms and the loss head run fused.
 """
 
 from __future__ import annotations
 
 from datasets import Dataset
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from transformers import PreTrainedTokenizerFast
 from trl import SFTConfig, SFTTrainer
 
 import fusedlayers as fl
-from train_examples.recipes.text_model import TextWindows, small_llama
+from train_examples.recipes.text_model import TextWindows, byte_tokenizer, small_llama
+from train_examples.recipes.trl_loss_head import use_loss_head
 
 
 def main(steps: int = 200, folder: str = "runs/trl_sft") -> list[float]:
     """Train, save, and return the loss of every tenth step (nats per byte)."""
     model = small_llama()
-    print(fl.replace(model))  # the one line: before the trainer moves, casts or wraps the model
+    print(fl.replace(model))  # the one line for blocks, before the trainer moves, casts or wraps the model
     arguments = SFTConfig(
         output_dir=folder,
         max_steps=steps,
@@ -32,10 +30,8 @@ def main(steps: int = 200, folder: str = "runs/trl_sft") -> list[float]:
     )
     text = TextWindows()
     dataset = Dataset.from_dict({"input_ids": [text[index]["input_ids"].tolist() for index in range(16 * steps)]})
-    # A token is a byte; the trainer wants to know which ones pad and end a text.
-    names = Tokenizer(WordLevel({chr(byte): byte for byte in range(256)}, unk_token="\0"))
-    words = PreTrainedTokenizerFast(tokenizer_object=names, pad_token="\0", eos_token="\1")
-    trainer = SFTTrainer(model=model, args=arguments, train_dataset=dataset, processing_class=words)
+    trainer = SFTTrainer(model=model, args=arguments, train_dataset=dataset, processing_class=byte_tokenizer())
+    use_loss_head(trainer)  # and the one for the loss
     trainer.train()
     trainer.save_model(folder)
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
