@@ -222,7 +222,7 @@ def losses() -> None:
             for arithmetic, given in ((plain, none), (full, weights), (full, none)):
                 cross_entropy.losses_of_product(
                     input, linear_weight, linear_weight[:, 0], target, *given, arithmetic, "ieee", tiles, 3,
-                    loss=found[0], entropy=found[1], statistics=statistics,
+                    loss=found[0], entropy=found[1], statistics=statistics, argmax=torch.empty_like(target),
                 )  # fmt: skip
                 factors = cross_entropy.row_factors(target, *given, classes, arithmetic, statistics, found[0])
                 cross_entropy.gradient_of_product(

@@ -278,6 +278,31 @@ def test_modes_and_transforms_around_the_first_use(monkeypatch: pytest.MonkeyPat
     torch.testing.assert_close((first, second, third), (expected,) * 3)
 
 
+@pytest.mark.parametrize("name", ["Phi", "Gemma 2", "Cohere", "Mamba"])
+def test_the_likeliest_word_leaves_them_uncomputed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As evaluation asks for it: a bias, a softcap, a factor, a cast."""
+    model = build(name)
+    expected = model(**text()).logits.argmax(-1)
+    replaced(model)
+    with in_kernels(monkeypatch) as paths:
+        logits = model(**text()).logits
+        for found in (logits.argmax(-1), torch.argmax(logits, dim=2), logits.float().argmax(dim=-1)):
+            assert type(found) is Tensor
+            assert torch.equal(found, expected)
+        assert paths["linear_log_probs fused"] == 3
+        assert logits._logits is not None, "nobody has computed them"
+        assert torch.equal(logits.argmax(-1, keepdim=True), expected[..., None])
+        assert logits._logits is None
+        assert torch.equal(logits.argmax(-1), expected)
+        assert torch.equal(model(**text()).logits.argmax(), logits.argmax())
+        assert paths["linear_log_probs fused"] == 3
+        late = model(**text()).logits
+    with torch.no_grad():
+        model.get_output_embeddings().weight.add_(1)  # type: ignore[operator]
+    with in_kernels(monkeypatch), pytest.raises(RuntimeError, match="now it is too late"):
+        late.argmax(-1)
+
+
 def test_a_use_too_late_is_an_error_in_print_too(monkeypatch: pytest.MonkeyPatch) -> None:
     model = build("Llama")
     replaced(model)

@@ -33,6 +33,7 @@ _WITHOUT_NUMBERS = frozenset(
     + [torch.numel, torch.is_floating_point, torch.is_complex]
     + [Tensor.register_hook, Tensor.retain_grad, torch.autograd.grad, torch.autograd.backward]
 )
+_ARGMAX = (Tensor.argmax, torch.argmax)
 # How autograd Functions such as DDP's pass a tensor through. Outside of a Function, a caller of these wants the current
 # values.
 _HANDED_ON = frozenset([Tensor.detach, Tensor.clone, Tensor.view_as])
@@ -85,6 +86,8 @@ class LazyLogits(Tensor):
     ) -> Any:
         options = kwargs or {}
         _check_gradients(function, args, options)
+        if function in _ARGMAX and (classes := _argmax(*args, **options)) is not None:
+            return classes
         passed_through = function in _HANDED_ON and not torch._C._is_fwd_grad_enabled()
         if not passed_through and function not in _WITHOUT_NUMBERS:
             _compute_all((args, options), getattr(function, "__name__", str(function)))
@@ -197,6 +200,13 @@ def _compute_all(given: Any, use: str) -> None:
     for each in tree_iter(given):
         if isinstance(each, LazyLogits):
             each._compute(f"in {use}")
+
+
+def _argmax(input: Any, dim: Any = None, keepdim: Any = False, **others: Any) -> Tensor | None:
+    """The arg-max of every token without logits, or None: as for an accuracy, whose logits nobody else needs."""
+    logits = input._logits if isinstance(input, LazyLogits) else None
+    last = logits is not None and dim in (-1, len(logits.shape) - 1)
+    return logits._argmax() if logits is not None and last and keepdim is False and not others else None
 
 
 def _like(logits: Logits, **options: Any) -> Logits | None:

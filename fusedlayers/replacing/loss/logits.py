@@ -11,6 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
+from ...functional.linear_log_probs import LINEAR_LOG_PROBS
+
 # torch.is_autocast_enabled raises for these, and no release's Dynamo traces torch.amp.is_autocast_available.
 _WITHOUT_AUTOCAST = ("meta", "lazy", "vulkan")
 # (softcap or None, scale).
@@ -122,6 +124,22 @@ class Logits:
             with torch.no_grad(), self._autocast():
                 self._values = self._computed_from(self._x, self._weight, self._bias, self._steps)
         return self._values
+
+    def _argmax(self) -> Tensor | None:
+        """The arg-max of every token in kernels, which leave the logits uncomputed; None where these do not run."""
+        arithmetic = None if self._values is not None else self._arithmetic()
+        if arithmetic is None:
+            return None
+        self._check_unchanged("in argmax")
+        softcap, scale = arithmetic
+        with torch.no_grad(), self._autocast():
+            target = self._x.new_zeros(self._x.shape[:-1], dtype=torch.int64)
+            tensors, options = LINEAR_LOG_PROBS.bound(
+                self._x, self._weight, target, linear_bias=self._bias, softcap=softcap, logit_scale=scale,
+                return_argmax=True,
+            )  # fmt: skip
+            found = LINEAR_LOG_PROBS.call(tensors, options, in_kernels=True)
+        return None if found is None else found[1]
 
     def _operated(self, name: str, others: tuple[Any, ...]) -> Logits | None:
         """The logits after an operator, a method or a function that leaves them uncomputed; None for any other."""
