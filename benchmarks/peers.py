@@ -12,11 +12,11 @@ from torch.utils.checkpoint import checkpoint
 
 from fusedlayers import reference
 from fusedlayers.bench import contenders
-from fusedlayers.bench.cases import Case, Options
+from fusedlayers.bench.cases import Case, Options, Results
 from fusedlayers.bench.contenders import Contender
 from fusedlayers.bench.timing import NotTimed
 
-Version = Callable[..., contenders.Results]
+Version = Callable[..., Results]
 
 # Tokens whose logits the plain chunked version has in memory at once.
 _CHUNK = 1024
@@ -46,7 +46,7 @@ def _trl_scores(*outputs: str) -> Version:
     function = importlib.import_module("trl.kernels").ChunkedLogProbFunction
     columns = importlib.import_module("trl.trainer.utils")._CHUNKED_LOGPROB_CHUNK_SIZE
 
-    def scores(input: Tensor, linear_weight: Tensor, target: Tensor) -> contenders.Results:
+    def scores(input: Tensor, linear_weight: Tensor, target: Tensor) -> Results:
         log_probs, entropies, *_ = function.apply(
             input, linear_weight, None, target, 1.0, columns, None, 1.0, outputs
         )  # fmt: skip
@@ -74,7 +74,7 @@ def _loss_in_chunks() -> Version:
 
 
 def _log_probs_in_chunks() -> Version:
-    def log_probs(input: Tensor, linear_weight: Tensor, target: Tensor) -> contenders.Results:
+    def log_probs(input: Tensor, linear_weight: Tensor, target: Tensor) -> Results:
         def of_chunk(part: Tensor, classes: Tensor) -> tuple[Tensor, Tensor]:
             return tuple(reference.linear_log_probs(part, linear_weight, classes, return_entropy=True))
 

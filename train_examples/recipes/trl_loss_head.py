@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel, Trainer
+from transformers import PreTrainedModel
 from trl.trainer.utils import FusedCausalLMOutput
 
 import fusedlayers as fl
@@ -22,7 +22,7 @@ IGNORED = -100
 FACTORS = ("logit_scale", "logits_scaling", "output_multiplier", "lm_head_multiplier")
 
 
-def use_loss_head(trainer: Trainer) -> None:
+def use_loss_head(trainer: Any) -> None:
     """Let an ``SFTTrainer``, a ``DPOTrainer`` or a ``GRPOTrainer`` compute with ``fl.functional.linear_log_probs``.
 
     Raises:
