@@ -57,7 +57,13 @@ def _trl_scores(*outputs: str) -> Version:
 
 def _trl_loss() -> Version:
     scores = _trl_scores()
-    return lambda input, linear_weight, target: -scores(input, linear_weight, target)[0].mean()
+
+    def loss(input: Tensor, linear_weight: Tensor, target: Tensor) -> Tensor:
+        log_probs = scores(input, linear_weight, target)[0]
+        assert log_probs is not None
+        return -log_probs.mean()
+
+    return loss
 
 
 def _loss_in_chunks() -> Version:
