@@ -5,7 +5,6 @@ depends on is guarded, and a call like an earlier one skips checks and planning:
 """
 
 import sys
-from collections.abc import Sequence
 from dataclasses import fields, replace
 from typing import Any
 
@@ -32,7 +31,6 @@ PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)
 # Tensors that stand for plain ones in a trace, and the modes that trace.
 _TRACED_TENSORS = (FakeTensor, FunctionalTensor)
 _TRACERS = (FakeTensorMode, FunctionalTensorMode, ProxyTorchDispatchMode)
-_PLAIN_OPTIONS = frozenset({str, bool, int, float, type(None)})
 
 
 def observed() -> bool:
@@ -122,22 +120,6 @@ def with_known_sizes(problem: Any) -> Any:
     if not all(node.has_hint() for node in sizes.values()):
         return replace(problem, **dict.fromkeys(sizes, 1), subclass="tensor whose size depends on data")
     return replace(problem, **{name: node.hint for name, node in sizes.items()})
-
-
-def call_key(operation: str, tensors: Sequence[Any], options: tuple[object, ...]) -> tuple[object, ...] | None:
-    """What a prepared call of an operation is looked up by: two shapes and the options.
-
-    None where it cannot be: ``x`` is no plain tensor, or an option is of an unusual type.
-    """
-    first, types = tensors[0], tuple(map(type, options))
-    if type(first) not in PLAIN_TENSORS or first.is_nested or not _PLAIN_OPTIONS.issuperset(types):
-        return None
-    # The second tensor tells the layers of a block apart, which take the same input. A nested tensor has no shape, and
-    # attributes of a Proxy of torch.fx are Proxies.
-    second: Any = tensors[1] if len(tensors) > 1 else None
-    shape = second.shape if getattr(second, "is_nested", None) is False else None
-    # Types too: True == 1 == 1.0, but not all of them need be valid.
-    return operation, first.shape, shape, options, types
 
 
 def surroundings(first: Tensor) -> tuple[bool, torch.dtype | None, str | None, bool, tuple[object, ...]] | None:

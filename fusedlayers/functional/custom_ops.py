@@ -32,6 +32,7 @@ from . import dispatch
 from .autograd import DirectCalls
 from .call import with_known_sizes
 from .precision import Float8
+from .prepared import Prepared
 from .recalling import Recalled, like
 from .switches import backend, strict, switches
 
@@ -47,12 +48,17 @@ _WORDS: dict[Any, Callable[[str], bool | int | str]] = {
     bool | str: lambda word: {"True": True, "False": False}.get(word, word),
     int | str: lambda word: int(word) if word.removeprefix("-").isdecimal() else word,
     bool | int | str: lambda word: {"True": True, "False": False}.get(word, _WORDS[int | str](word)),
+    str | Float8 | None: lambda word: word,
 }
 
 _AS_IT_IS = nullcontext()
 
 
-def _word(argument: Any) -> str:
+def _word(argument: Any) -> str | None:
+    if argument is None:
+        return None
+    if isinstance(argument, Float8):
+        return argument.word
     # In a trace an int argument may be a SymInt; operator.index makes it a plain int.
     return str(operator.index(argument) if type(argument) is int else argument)
 
@@ -241,7 +247,8 @@ class KernelOperation:
         described = described._replace(problem=with_known_sizes(described.problem))
         given, made = ([result is not None for result in part] for part in self._results(tensors, described))
         plan = dispatch.plan_on_path(described.problem, described.path, device)
-        planned = self.operation.planned(described.problem, plan, dispatch.describe(device), described.extras)
+        # A custom operation has no options.
+        planned = Prepared(self.operation, (), described.problem, plan, dispatch.describe(device), described.extras)
         return _Ready(planned, described.wanted, given, made)
 
     def _forward(self, *given: Any) -> list[Tensor]:

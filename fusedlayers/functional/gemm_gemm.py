@@ -42,7 +42,7 @@ def gemm_gemm(a: Tensor, b: Tensor, c: Tensor, *, activation: str | None = None)
         ValueError: shapes that do not fit together, tensors on different devices, an unknown activation.
         RuntimeError: ``FUSEDLAYERS_BACKEND=triton`` or ``FUSEDLAYERS_STRICT=1`` where the kernels cannot run.
     """
-    return GEMM_GEMM(a, b, c, activation)
+    return GEMM_GEMM.call((a, b, c), (activation,))
 
 
 class _GemmGemm(Operation):

@@ -49,7 +49,7 @@ def weight_gradient(dy: Tensor, x: Tensor, *, bias: bool = True) -> tuple[Tensor
         ValueError: leading dims that differ, tensors without a dimension or on different devices.
         RuntimeError: ``FUSEDLAYERS_BACKEND=triton`` or ``FUSEDLAYERS_STRICT=1`` where the kernels cannot run.
     """
-    return WEIGHT_GRADIENT(dy, x, bias)
+    return WEIGHT_GRADIENT.call((dy, x), (bias,))
 
 
 def hidden_gradient(
@@ -84,7 +84,7 @@ def hidden_gradient(
         ValueError: shapes that do not fit together, tensors on different devices, an unknown activation.
         RuntimeError: ``FUSEDLAYERS_BACKEND=triton`` or ``FUSEDLAYERS_STRICT=1`` where the kernels cannot run.
     """
-    return HIDDEN_GRADIENT(dy, w_down, z, z_gate, activation, bias)
+    return HIDDEN_GRADIENT.call((dy, w_down, z, z_gate), (activation, bias))
 
 
 def planned_weight_gradient(

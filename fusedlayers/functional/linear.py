@@ -69,7 +69,7 @@ def linear(
         RuntimeError: ``reduction="atomic"`` under ``torch.use_deterministic_algorithms(True)``, or
             ``FUSEDLAYERS_BACKEND=triton`` or ``FUSEDLAYERS_STRICT=1`` where the kernels cannot run.
     """
-    return LINEAR(x, weight, bias, activation, split_k, reduction, precision_word(precision))
+    return LINEAR.call((x, weight, bias), (activation, split_k, reduction, precision))
 
 
 def check_split_k(split_k: int | str) -> None:
@@ -102,7 +102,7 @@ class _Linear(Operation):
     def check(self, tensors: Tensors, options: tuple[Any, ...]) -> tuple[Any, ...]:
         activation, split_k, reduction, precision = options
         activation = canonical_activation(activation)
-        precision = None if precision is None else precision_word(precision)
+        precision = precision_word(precision)
         self.shapes.check(*tensors)
         check_split_k(split_k)
         check_reduction(reduction)

@@ -61,10 +61,8 @@ def linear_log_probs(
         ValueError: shapes that do not fit together, tensors on different devices, a number outside of its range.
         RuntimeError: ``FUSEDLAYERS_BACKEND=triton`` or ``FUSEDLAYERS_STRICT=1`` where the kernels cannot run.
     """
-    return LINEAR_LOG_PROBS(
-        input, linear_weight, target, linear_bias, ignore_index, softcap, logit_scale, return_entropy,
-        return_argmax, recompute,
-    )  # fmt: skip
+    options = ignore_index, softcap, logit_scale, return_entropy, return_argmax, recompute
+    return LINEAR_LOG_PROBS.call((input, linear_weight, target, linear_bias), options)
 
 
 class _LinearLogProbs(LossHead):

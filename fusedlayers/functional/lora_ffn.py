@@ -92,10 +92,9 @@ def lora_ffn(
             ``shared_dropout`` without gate.
         RuntimeError: ``FUSEDLAYERS_BACKEND=triton`` or ``FUSEDLAYERS_STRICT=1`` where the kernels cannot run.
     """
-    return LORA_FFN(
-        x, w_up, w_down, b_up, b_down, w_gate, b_gate, up_a, up_b, down_a, down_b, gate_a, gate_b, activation,
-        up_scale, down_scale, gate_scale, adapter_dropout_p, shared_dropout, dropout_seed, precision_word(precision),
-    )  # fmt: skip
+    layer, adapters = (w_up, w_down, b_up, b_down, w_gate, b_gate), (up_a, up_b, down_a, down_b, gate_a, gate_b)
+    options = activation, up_scale, down_scale, gate_scale, adapter_dropout_p, shared_dropout, precision_word(precision)
+    return LORA_FFN.call((x, *layer, *adapters, dropout_seed), options)
 
 
 class _LoRAFFN(FFNOperation):

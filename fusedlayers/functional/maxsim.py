@@ -57,7 +57,8 @@ def maxsim(
             except while a CUDA graph is captured or torch.compile traces: then their values are not checked.
         RuntimeError: ``FUSEDLAYERS_BACKEND=triton`` or ``FUSEDLAYERS_STRICT=1`` where the kernels cannot run.
     """
-    return MAXSIM(queries, documents, query_mask, document_mask, cu_seqlens_queries, cu_seqlens_documents)
+    offsets = cu_seqlens_queries, cu_seqlens_documents
+    return MAXSIM.call((queries, documents, query_mask, document_mask, *offsets), ())
 
 
 @functools.cache

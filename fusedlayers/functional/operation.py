@@ -4,14 +4,14 @@ An operation is one object, registered under the name of its public function. Wh
 once: the cache of prepared calls, autocast, dispatch modes and compilers, the choice between a plain run and autograd,
 upstream gradients of any layout, and second derivatives.
 
-A repeated call passes ``__call__`` or a module, then :meth:`Operation.call`, :meth:`Operation.run`, and the
-operation's own ``forward``, which launches kernels.
+A repeated call passes :meth:`Operation.call` or a module, then :meth:`Operation.run` and the operation's own
+``forward``, which launches kernels.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import nullcontext
 from typing import Any, ClassVar
 
@@ -27,11 +27,11 @@ from ..kernels.torch_internals import autograd_in_reach, jit_trace
 from ..planning import Call, Device
 from . import dispatch
 from .autograd import apply, contiguous, dense
-from .call import call_key, observed, subclass_of, surroundings, transformed
+from .call import observed, subclass_of, surroundings, transformed
 from .custom_ops import Composite, KernelOperation, Results
 from .operands import autocast, naming_layouts, without_autocast
-from .prepared import Prepared
-from .recalling import Recalled, like_call, pick
+from .prepared import ModuleCalls, Prepared
+from .recalling import Recalled, call_key, like_call
 
 Tensors = Sequence[Any]  # tensors, or None for those that are not given
 
@@ -72,14 +72,11 @@ class Operation:
         self._signature = inspect.signature(function)
         parameters = self._signature.parameters
         kinds = {Tensor, Tensor | None}
-        tensors = [place for place, each in enumerate(parameters.values()) if each.annotation in kinds]
-        options = [place for place in range(len(parameters)) if place not in tensors]
-        names = list(parameters)
-        self.tensor_names = tuple(names[place] for place in tensors)
-        self.option_names = tuple(names[place] for place in options)
-        self._places = tuple(tensors), tuple(options)
-        self._tensors: Callable[..., Any] = pick(tensors)
-        self._options: Callable[..., Any] = pick(options)
+        self.tensor_names = tuple(name for name, each in parameters.items() if each.annotation in kinds)
+        self.option_names = tuple(name for name in parameters if name not in self.tensor_names)
+        names = (*self.tensor_names, *self.option_names)
+        # The position of each argument of the function among its tensors and options.
+        self._positions = tuple(names.index(name) for name in parameters)
         if not variant:
             self.composite = Composite(function)
             OPERATIONS[self.name] = self
@@ -177,20 +174,24 @@ class Operation:
 
     # How a call runs.
 
-    def __call__(self, *arguments: Any) -> Any:
-        """The public function, called with all of its arguments in order."""
-        if is_dynamo_compiling():
-            # Dynamo cannot trace itemgetter.
-            tensors, options = ([arguments[place] for place in places] for places in self._places)
-            return self.unpacked(self.composite(*arguments), options, tensors)
-        return self.call(self._tensors(arguments), self._options(arguments))
-
-    def call(self, tensors: Tensors, options: tuple[Any, ...], *, in_kernels: bool = False) -> Any:
+    def call(
+        self,
+        tensors: Tensors,
+        options: tuple[Any, ...],
+        *,
+        in_kernels: bool = False,
+        module_calls: ModuleCalls | None = None,
+    ) -> Any:
         """The public function of its tensors and its options.
 
         ``in_kernels``: return None where torch would run the call, because the caller has a faster way to do that.
+        ``module_calls``: the calls of the module that calls, to which this one is added.
         """
-        call = self.recall(tensors, options)
+        if is_dynamo_compiling():
+            given = (*tensors, *options)
+            return self.unpacked(self.composite(*[given[each] for each in self._positions]), options, tensors)
+        key = call_key(self.name, tensors, options)
+        call = CALLS.find(key, tensors)
         if call is None:
             named = dict(zip((*self.tensor_names, *self.option_names), (*tensors, *options), strict=True))
             if (symbol := next((each for each in tensors if isinstance(each, Proxy)), None)) is not None:
@@ -199,15 +200,12 @@ class Operation:
             if jit_trace() is not None:
                 # The graph of torch.jit holds nothing but torch's own operations, and its sizes are tensors.
                 return self.reference(**named)
-            call = self._prepare(tensors, options)
+            call = self._prepare(key, tensors, options)
+        if module_calls is not None:
+            module_calls.note(call, tensors, options)
         if in_kernels and call.runs_eager:
             return None
         return call.operation.run(call, tensors)
-
-    def recall(self, tensors: Tensors, options: tuple[Any, ...]) -> Prepared | None:
-        """The prepared call for such arguments, in such modes and on such a device, or None."""
-        key = call_key(self.name, tensors, options)
-        return None if key is None else CALLS.find(key, tensors)
 
     def prepared(self, tensors: Tensors, options: tuple[Any, ...]) -> Prepared:
         """The prepared call: recalled, or checked and planned now.
@@ -216,13 +214,14 @@ class Operation:
             TypeError, ValueError: as the public function.
             RuntimeError: as :func:`.dispatch.dispatch`.
         """
-        return self.recall(tensors, options) or self._prepare(tensors, options)
+        key = call_key(self.name, tensors, options)
+        return CALLS.find(key, tensors) or self._prepare(key, tensors, options)
 
-    def _prepare(self, tensors: Tensors, options: tuple[Any, ...]) -> Prepared:
+    def _prepare(self, key: Hashable, tensors: Tensors, options: tuple[Any, ...]) -> Prepared:
         checked = self.check(tensors, options)
         variant = self.variant(checked)
         call = self._plan(tensors, checked) if variant is self else variant.prepared(tensors, checked)
-        if call.repeatable and (key := call_key(self.name, tensors, options)) is not None:
+        if call.repeatable and key is not None:
             # torch's expression takes tensors of any alignment.
             CALLS.add(key, like_call(tensors, aligned=not call.runs_eager), call)
         return call
@@ -259,12 +258,8 @@ class Operation:
         """The tensors and the options of a call of the public function, those left out at their defaults."""
         given = self._signature.bind(*inputs, **arguments)
         given.apply_defaults()
-        values = tuple(given.arguments.values())
-        return self._tensors(values), self._options(values)
-
-    def planned(self, problem: Any, plan: Any, facts: Device, extras: dict[str, Any]) -> Prepared:
-        """A prepared call without tensors and options, which a custom operation does not have."""
-        return Prepared(self, (), problem, plan, facts, extras)
+        values = given.arguments
+        return [values[name] for name in self.tensor_names], tuple(values[name] for name in self.option_names)
 
     def may_be_repeated(self, options: tuple[Any, ...]) -> bool:
         """Whether the checks of a call still hold at the next one with the same key."""

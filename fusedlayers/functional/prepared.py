@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from operator import is_
 from typing import Any
 
 import torch
@@ -60,7 +61,7 @@ class Prepared:
 
 
 class ModuleCalls(Recalled[Prepared]):
-    """The prepared calls of one module with the same ``options``, by the shape of x.
+    """The prepared calls of one module with the same options, by the shape of x.
 
     Copies and pickles of a module have none.
 
@@ -71,15 +72,16 @@ class ModuleCalls(Recalled[Prepared]):
 
     def __init__(self, inputs: Sequence[int]) -> None:
         super().__init__()
-        self.options: tuple[Any, ...] | None = None
+        self._options: tuple[Any, ...] = ()
         self._inputs = inputs
         # Mostly the next call is like the one before. Replaced as a whole, for other threads.
         self._last: tuple[Guard, Prepared] | None = None
 
-    def recall(self, tensors: Sequence[Any]) -> Prepared | None:
-        """The prepared call for tensors like these, or None."""
+    def recall(self, tensors: Sequence[Any], options: tuple[Any, ...]) -> Prepared | None:
+        """The prepared call for tensors like these and the same options, or None."""
         last = self._last
-        if last is None:
+        # By identity: True == 1, but not both need be valid.
+        if last is None or not all(map(is_, options, self._options)):
             return None
         holds, call = last
         if holds(tensors):
@@ -96,10 +98,12 @@ class ModuleCalls(Recalled[Prepared]):
         return None
 
     def note(self, call: Prepared, tensors: Sequence[Any], options: tuple[Any, ...]) -> None:
-        """Adds a call; calls with other options are forgotten."""
-        if options != self.options:
+        """Adds a call if others may reuse it; calls with other options are forgotten."""
+        if not call.repeatable:
+            return
+        if options != self._options:
             self.clear()
-        self.options = options
+        self._options = options
         guard = like_call(tensors, aligned=not call.runs_eager, positions=self._inputs if call.direct else None)
         if guard is not None:
             self.add(tensors[0].shape, guard, call)

@@ -20,8 +20,9 @@ from torch.fx.proxy import TraceError
 from ..kernels.launching import ALIGNMENT_MASK
 from ..kernels.torch_internals import any_autocast, count_dispatch_modes, is_capturing, jit_trace, tensor_guard
 from . import dispatch
-from .call import surroundings
+from .call import PLAIN_TENSORS, surroundings
 from .operands import autocast_dtype, input_precision
+from .precision import Float8
 from .switches import switches
 
 _Value = TypeVar("_Value")
@@ -31,6 +32,23 @@ Guard = Callable[[Sequence[Any]], bool]
 KEYS_LIMIT = 4096
 # Layouts of one key: most keys have one or two.
 LAYOUTS_LIMIT = 16
+_PLAIN_OPTIONS = frozenset({str, bool, int, float, Float8, type(None)})
+
+
+def call_key(operation: str, tensors: Sequence[Any], options: tuple[object, ...]) -> tuple[object, ...] | None:
+    """What a prepared call of an operation is looked up by: two shapes and the options.
+
+    None where it cannot be: ``x`` is no plain tensor, or an option is of an unusual type.
+    """
+    first, types = tensors[0], tuple(map(type, options))
+    if type(first) not in PLAIN_TENSORS or first.is_nested or not _PLAIN_OPTIONS.issuperset(types):
+        return None
+    # The second tensor tells the layers of a block apart, which take the same input. A nested tensor has no shape, and
+    # attributes of a Proxy of torch.fx are Proxies.
+    second: Any = tensors[1] if len(tensors) > 1 else None
+    shape = second.shape if getattr(second, "is_nested", None) is False else None
+    # Types too: True == 1 == 1.0, but not all of them need be valid.
+    return operation, first.shape, shape, options, types
 
 
 class Recalled(Generic[_Value]):

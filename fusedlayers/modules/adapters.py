@@ -128,8 +128,7 @@ class AdaptedFFNPieces(FFNPieces):
             return None
         in_kernels = self.gate_rows is not None and not self.adapter_dropout_p
         tensors, options = self._given(x, precision)
-        call = None if options != self._calls.options else self._calls.recall(tensors)
-        y: Tensor | None = self._run(LORA_FFN, call, tensors, options, in_kernels)
+        y: Tensor | None = self._run(LORA_FFN, tensors, options, in_kernels)
         return y if y is None or residual is None else y + residual
 
     def _given(self, x: Tensor, precision: str | None) -> tuple[tuple[Any, ...], tuple[Any, ...]]:

@@ -128,7 +128,8 @@ class FusedFFN(nn.Module):
             known: FFNPieces | None = kept(self)
             if known is not None:
                 tensors = known.tensors(x, residual)
-                call = known.recall(tensors, self.recompute, self.precision)
+                options = (known.activation, known.dropout_p, self.recompute, self.precision)
+                call = known.calls.recall(tensors, options)
                 if call is not None:
                     return cast(Tensor, call.operation.run(call, tensors))
             pieces = known or self.ffn_pieces()

@@ -86,26 +86,19 @@ class SplitKLinear(nn.Linear):
             weight, bias = held["weight"], held["bias"]
         except KeyError:
             weight, bias = self.weight, self.bias
-        tensors, calls = (x, weight, bias), own.get(KEPT)
-        if calls is not None:
-            _, split_k, reduction, precision = calls.options
-            # By identity: True == 1, but not both are valid.
-            if self.split_k is split_k and self.reduction is reduction and self.precision is precision:
-                call = calls.recall(tensors)
-                if call is not None:
-                    # The shortest way where torch runs the call: it must not cost more than nn.Linear.
-                    direct = call.direct and dispatch.counted is None
-                    return F.linear(x, weight, bias) if direct else call.operation.run(call, tensors)
+        tensors, options = (x, weight, bias), (None, self.split_k, self.reduction, self.precision)
+        calls: ModuleCalls | None = own.get(KEPT)
+        if calls is None:
+            calls = own[KEPT] = ModuleCalls(inputs=(0,))
+        call = calls.recall(tensors, options)
+        if call is not None:
+            # The shortest way where torch runs the call: it must not cost more than nn.Linear.
+            direct = call.direct and dispatch.counted is None
+            return F.linear(x, weight, bias) if direct else call.operation.run(call, tensors)
         # Nested tensors, and Proxies of torch.fx, whose attributes are Proxies.
         if getattr(x, "is_nested", False) is not False:
             return F.linear(x, weight, bias)
-        options = (None, self.split_k, self.reduction, self.precision)
-        y: Tensor = LINEAR.call(tensors, options)
-        if (call := LINEAR.recall(tensors, options)) is not None:
-            calls = own.get(KEPT) or ModuleCalls(inputs=(0,))
-            calls.note(call, tensors, options)
-            own[KEPT] = calls
-        return y
+        return LINEAR.call(tensors, options, module_calls=calls)
 
     def _traced(self, x: Tensor) -> Tensor:
         """Everything is read as torch's own forward reads it, so that Dynamo guards hardly more than there."""

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from ..functional.ffn import FFN
 from ..functional.operation import Operation
-from ..functional.prepared import ModuleCalls, Prepared
+from ..functional.prepared import ModuleCalls
 from .children import base_linear, linear_weight, parameter, split_gate, why_not_plain
 
 
@@ -27,7 +27,7 @@ class FFNPieces:
     # Positions of x, the residual and the seed among the tensors of the operation.
     _INPUTS: ClassVar[tuple[int, ...]] = (0, 7, 8)
     __slots__ = (
-        "_calls", "_down", "_gate", "_up", "activation", "dropout_p", "gate_rows", "original",
+        "_down", "_gate", "_up", "activation", "calls", "dropout_p", "gate_rows", "original",
         "output_dropout_p",
     )  # fmt: skip
 
@@ -46,7 +46,7 @@ class FFNPieces:
         self._gate = None if gate is None else weakref.ref(gate)
         self.activation, self.dropout_p = activation, dropout_p
         self.original, self.output_dropout_p, self.gate_rows = original, output_dropout_p, gate_rows
-        self._calls = ModuleCalls(self._INPUTS)
+        self.calls = ModuleCalls(self._INPUTS)
 
     @property
     def operation(self) -> Operation:
@@ -116,40 +116,19 @@ class FFNPieces:
         FFN: the module's own code takes one product instead of two. But with a dropout ``functional.ffn`` runs on any
         path, so that its mask is the same.
         """
-        tensors = self.tensors(x, residual)
-        call = self.recall(tensors, recompute, precision)
         options = (self.activation, self.dropout_p, recompute, precision)
-        return self._run(FFN, call, tensors, options, self.gate_rows is not None and not self.dropout_p)
+        in_kernels = self.gate_rows is not None and not self.dropout_p
+        return self._run(FFN, self.tensors(x, residual), options, in_kernels)
 
-    def recall(
-        self, tensors: tuple[Any, ...], recompute: Literal["auto"] | bool | int, precision: str | None
-    ) -> Prepared | None:
-        """The call of an earlier :meth:`run` with tensors like these, or None."""
-        calls = self._calls
-        options = calls.options
-        # By identity: True == 1, but not both need be valid.
-        if options is None or options[2] is not recompute or options[3] is not precision:
+    def _run(self, operation: Operation, tensors: tuple[Any, ...], options: tuple[Any, ...], in_kernels: bool) -> Any:
+        """The call of ``operation``, recalled if possible; ``in_kernels``: None where torch would run it."""
+        call = self.calls.recall(tensors, options)
+        if call is not None:
+            return None if in_kernels and call.runs_eager else call.operation.run(call, tensors)
+        # Other shapes, or something else in place of the parameters.
+        if self.why_not_plain() is not None:
             return None
-        return calls.recall(tensors)
-
-    def _run(
-        self,
-        operation: Operation,
-        call: Prepared | None,
-        tensors: tuple[Any, ...],
-        options: tuple[Any, ...],
-        in_kernels: bool,
-    ) -> Any:
-        """The ``call`` that was recalled, or one of ``operation``; ``in_kernels``: None where torch would run it."""
-        if call is None:
-            # Other shapes, or something else in place of the parameters.
-            if self.why_not_plain() is not None:
-                return None
-            y = operation.call(tensors, options, in_kernels=in_kernels)
-            if (call := operation.recall(tensors, options)) is not None:
-                self._calls.note(call, tensors, options)
-            return y
-        return None if in_kernels and call.runs_eager else call.operation.run(call, tensors)
+        return operation.call(tensors, options, in_kernels=in_kernels, module_calls=self.calls)
 
     def run_instead(
         self, x: Tensor, recompute: Literal["auto"] | bool | int, precision: str | None = None
@@ -167,20 +146,16 @@ class FFNPieces:
 
     def tensors(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor | None, ...]:
         """The tensors of ``functional.ffn``."""
-        w_up, b_up = _read(self._up())
-        w_down, b_down = _read(self._down())
-        w_gate = b_gate = None
-        if self._gate is not None:
-            w_gate, b_gate = _read(self._gate())
-        elif self.gate_rows is not None and w_up.dim() == 2:
+        read: list[Any] = []
+        for reference in (self._up, self._down) if self._gate is None else (self._up, self._down, self._gate):
+            linear: Any = reference()
+            kept = linear._parameters
+            if type(linear) is nn.Linear and "weight" in kept and "bias" in kept:
+                read += kept["weight"], kept["bias"]
+            else:
+                read += linear_weight(linear), parameter(linear, "bias")
+        w_up, b_up, w_down, b_down, w_gate, b_gate = read if self._gate is not None else (*read, None, None)
+        if self.gate_rows is not None and w_up.dim() == 2:
             w_gate, w_up = split_gate(w_up, self.gate_rows)
             b_gate, b_up = (None, None) if b_up is None else split_gate(b_up, self.gate_rows)
         return x, w_up, w_down, b_up, b_down, w_gate, b_gate, residual, None
-
-
-def _read(linear: Any) -> tuple[Tensor, Tensor | None]:
-    """The weight of a plain linear as ``linear_weight`` gives it, and the bias, in one step."""
-    kept = linear._parameters
-    if type(linear) is nn.Linear and "weight" in kept and "bias" in kept:
-        return kept["weight"], kept["bias"]
-    return linear_weight(linear), parameter(linear, "bias")

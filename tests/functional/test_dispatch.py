@@ -17,9 +17,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from fusedlayers import FusedFFN, functional, planning
 from fusedlayers.functional import dispatch, operation
-from fusedlayers.functional.call import call_key
 from fusedlayers.functional.ffn import FFN
 from fusedlayers.functional.operands import input_precision
+from fusedlayers.functional.recalling import call_key
 from fusedlayers.planning import Device
 from fusedlayers.planning.record import Record, Row
 from tests.support.operands import forget_calls

@@ -17,10 +17,9 @@ from torch import Tensor
 
 from fusedlayers import SplitKLinear, functional, planning, reference
 from fusedlayers.functional import call, dispatch, operation, recalling, switches
-from fusedlayers.functional.call import call_key
 from fusedlayers.functional.dispatch import decisions
 from fusedlayers.functional.ffn import FFN
-from fusedlayers.functional.recalling import like_call
+from fusedlayers.functional.recalling import call_key, like_call
 from tests.support.operands import forget_calls
 
 H200 = planning.Device("cuda", "NVIDIA H200", "sm_90", sms=132, triton=True)

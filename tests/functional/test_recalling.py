@@ -21,8 +21,9 @@ from torch.utils.flop_counter import FlopCounterMode
 import fusedlayers as fl
 from fusedlayers.functional import operation, recalling
 from fusedlayers.functional.ffn import FFN
-from fusedlayers.functional.operation import OPERATIONS
+from fusedlayers.functional.operation import CALLS, OPERATIONS, Operation
 from fusedlayers.functional.prepared import Prepared
+from fusedlayers.functional.recalling import call_key
 from fusedlayers.kernels import torch_internals
 from fusedlayers.modules import KEPT
 from tests.support.operands import DEVICE, Allocations, forget_calls, needs_kernels
@@ -45,8 +46,12 @@ def tensors() -> list[Tensor | None]:
     return [torch.randn(5, 8, device=DEVICE), weight, nn.Parameter(torch.randn(6, device=DEVICE))]
 
 
+def found(operation: Operation, tensors: tuple[Tensor | None, ...], options: tuple[Any, ...]) -> Prepared | None:
+    return CALLS.find(call_key(operation.name, tensors, options), tensors)
+
+
 def recalled(tensors: list[Tensor | None], options: tuple[Any, ...] = OPTIONS) -> Prepared | None:
-    return LINEAR.recall(tuple(tensors), options)
+    return found(LINEAR, tuple(tensors), options)
 
 
 def prepared(tensors: list[Tensor | None]) -> Prepared:
@@ -206,12 +211,12 @@ def test_one_tensor_twice() -> None:
     twice, apart = ((x, w_up, w_down, None, None, None, None, residual, None) for residual in (x, other))
     options = ("relu", 0.0, "auto", None)
     y = ffn.call(twice, options)
-    call = ffn.recall(twice, options)
+    call = found(ffn, twice, options)
     assert call is not None
     assert torch.equal(ffn.call(twice, options), y)
-    assert ffn.recall(apart, options) is None
+    assert found(ffn, apart, options) is None
     torch.testing.assert_close(ffn.call(apart, options), y - x + other)
-    assert ffn.recall(twice, options) is call
+    assert found(ffn, twice, options) is call
 
 
 def test_several_layouts_are_remembered(tensors: list[Tensor | None]) -> None:
@@ -243,7 +248,7 @@ def test_a_module_recalls_all_of_its_lengths(monkeypatch: pytest.MonkeyPatch) ->
     for _ in range(2):
         for rows in lengths:
             layer(torch.randn(rows, 8))
-    monkeypatch.setattr(FFN, "recall", None)
+    monkeypatch.setattr(FFN, "call", None)
     for rows in lengths:
         layer(torch.randn(rows, 8))
 
@@ -293,16 +298,16 @@ def test_a_linear_layer_asks_again_when_anything_is_other(change: str, monkeypat
     """What torch ran goes to torch at once, as long as the input and everything around it are the same."""
     layer, x = fl.SplitKLinear(8, 6), torch.randn(5, 8)
     asked: list[Any] = []
-    recall = LINEAR.recall
+    own = LINEAR.call
 
-    def watched(*given: Any) -> Any:
+    def watched(*given: Any, **options: Any) -> Any:
         asked.append(given)
-        return recall(*given)
+        return own(*given, **options)
 
-    monkeypatch.setattr(LINEAR, "recall", watched)
+    monkeypatch.setattr(LINEAR, "call", watched)
     for _ in range(4):
         layer(x)
-    assert len(asked) == 2, "the first call is prepared, and noted by the layer"
+    assert len(asked) == 1, "the first call is prepared, and noted by the layer"
     around: Any = nullcontext()
     if change == "rows":
         x = torch.randn(7, 8)
@@ -324,4 +329,4 @@ def test_a_linear_layer_asks_again_when_anything_is_other(change: str, monkeypat
         around = forward_ad.dual_level()
     with around:
         layer(x)
-    assert len(asked) > 2
+    assert len(asked) == 2

@@ -17,10 +17,10 @@ from fusedlayers.closeness import compare_draws
 from fusedlayers.devices import describe
 from fusedlayers.functional import dispatch, operation
 from fusedlayers.functional.ffn import FFN
+from fusedlayers.functional.prepared import ModuleCalls
 from fusedlayers.functional.recalling import Recalled
 from fusedlayers.kernels.device import interpreted
 from fusedlayers.kernels.dropout import draw_seed
-from fusedlayers.modules import FFNPieces
 
 # A CUDA device where kernels reach it; else the CPU, on which the interpreter runs them.
 DEVICE = torch.device("cuda" if torch.cuda.is_available() and not interpreted() else "cpu")
@@ -96,9 +96,9 @@ def patch_ffn(patch: pytest.MonkeyPatch, function: Callable[..., Any]) -> None:
     names = (*FFN.tensor_names, *FFN.option_names)
     inside: list[bool] = []
 
-    def call(tensors: Any, options: tuple[Any, ...], *, in_kernels: bool = False) -> Any:
+    def call(tensors: Any, options: tuple[Any, ...], **how: Any) -> Any:
         if inside:
-            return own(tensors, options, in_kernels=in_kernels)
+            return own(tensors, options, **how)
         inside.append(True)
         try:
             return function(**dict(zip(names, (*tensors, *options), strict=True)))
@@ -106,13 +106,14 @@ def patch_ffn(patch: pytest.MonkeyPatch, function: Callable[..., Any]) -> None:
             inside.clear()
 
     patch.setattr(FFN, "call", call)
-    patch.setattr(FFNPieces, "recall", lambda *given: None)
+    patch.setattr(ModuleCalls, "recall", lambda *given: None)
 
 
 def recall_nothing(patch: pytest.MonkeyPatch) -> None:
     """From here on every call is checked and planned anew, and no later test finds one of these calls."""
     patch.setattr(Recalled, "find", lambda *given: None)
     patch.setattr(Recalled, "add", lambda *given: None)
+    patch.setattr(ModuleCalls, "recall", lambda *given: None)
 
 
 def forget_calls() -> None:

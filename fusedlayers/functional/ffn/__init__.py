@@ -76,10 +76,8 @@ def ffn(
             ``recompute`` or ``precision``, ``dropout_p`` outside [0, 1).
         RuntimeError: ``FUSEDLAYERS_BACKEND=triton`` or ``FUSEDLAYERS_STRICT=1`` where the kernels cannot run.
     """
-    return FFN(
-        x, w_up, w_down, b_up, b_down, w_gate, b_gate, activation, dropout_p, recompute, residual, dropout_seed,
-        precision_word(precision),
-    )  # fmt: skip
+    tensors = x, w_up, w_down, b_up, b_down, w_gate, b_gate, residual, dropout_seed
+    return FFN.call(tensors, (activation, dropout_p, recompute, precision))
 
 
 class _FFN(FFNOperation):
@@ -91,7 +89,7 @@ class _FFN(FFNOperation):
     def check(self, tensors: Tensors, options: tuple[Any, ...]) -> tuple[Any, ...]:
         activation, dropout_p, recompute, precision = options
         activation = canonical_activation(activation)
-        precision = None if precision is None else precision_word(precision)
+        precision = precision_word(precision)
         check_ffn(tensors)
         checked_dropout("dropout_p", dropout_p)
         check_recompute(recompute)

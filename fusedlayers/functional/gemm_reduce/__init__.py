@@ -77,7 +77,8 @@ def gemm_reduce(
         RuntimeError: ``atomic=True`` under ``torch.use_deterministic_algorithms(True)``, or ``FUSEDLAYERS_BACKEND=triton``
             or ``FUSEDLAYERS_STRICT=1`` where the kernels cannot run.
     """  # noqa: E501
-    return GEMM_REDUCE(a, b, op, dim, mask, lengths, bias, activation, return_indices, return_product, atomic)
+    options = op, dim, activation, return_indices, return_product, atomic
+    return GEMM_REDUCE.call((a, b, mask, lengths, bias), options)
 
 
 @dataclass(frozen=True)

@@ -76,10 +76,8 @@ def linear_cross_entropy(
             outside of its range, a ``weight`` that requires a gradient, an ``ignore_index`` beside probabilities.
         RuntimeError: ``FUSEDLAYERS_BACKEND=triton`` or ``FUSEDLAYERS_STRICT=1`` where the kernels cannot run.
     """
-    return LINEAR_CROSS_ENTROPY(
-        input, linear_weight, target, linear_bias, weight, reduction, ignore_index, label_smoothing, softcap,
-        logit_scale, z_loss, recompute,
-    )  # fmt: skip
+    options = reduction, ignore_index, label_smoothing, softcap, logit_scale, z_loss, recompute
+    return LINEAR_CROSS_ENTROPY.call((input, linear_weight, target, linear_bias, weight), options)
 
 
 _LINEAR_BIAS = 3  # position among the operands

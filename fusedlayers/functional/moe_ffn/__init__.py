@@ -75,10 +75,8 @@ def moe_ffn(
             number outside of its range, a limit or an offset without a gate.
         RuntimeError: ``FUSEDLAYERS_BACKEND=triton`` or ``FUSEDLAYERS_STRICT=1`` where the kernels cannot run.
     """
-    return MOE_FFN(
-        x, top_k_index, top_k_weights, w_up, w_down, w_gate, b_up, b_down, b_gate, activation, gate_and_up, transposed,
-        limit, up_offset, recompute,
-    )  # fmt: skip
+    tensors = x, top_k_index, top_k_weights, w_up, w_down, w_gate, b_up, b_down, b_gate
+    return MOE_FFN.call(tensors, (activation, gate_and_up, transposed, limit, up_offset, recompute))
 
 
 class _MoeFFN(Operation):
