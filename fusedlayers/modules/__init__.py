@@ -21,7 +21,7 @@ from .children import (
     why_patched,
 )
 from .ffn import FusedFFN
-from .guarding import KEPT, forget, keep, kept
+from .guarding import KEPT, BlockGuard, forget, keep, kept
 from .linear import SplitKLinear
 from .linear_cross_entropy import LinearCrossEntropyLoss
 from .maxsim import MaxSim
@@ -31,6 +31,7 @@ from .traced import outside_of_traces, part_of, traceable, traced_dropout_p, tra
 
 __all__ = [
     "KEPT",
+    "BlockGuard",
     "FFNPieces",
     "FusedFFN",
     "FusedMoE",

@@ -16,7 +16,7 @@ from ..functional.precision import Float8, precision_word
 from ..kernels.activations import ACTIVATIONS, canonical_activation
 from .adapters import ffn_pieces
 from .children import say_once, why_not_now
-from .guarding import keep, kept
+from .guarding import BlockGuard, keep, kept
 from .pieces import FFNPieces
 from .traced import outside_of_traces, traceable, traced_ffn
 
@@ -137,7 +137,7 @@ class FusedFFN(nn.Module):
             reason = pieces.why_not_plain() or (None if symbolic else why_not_now(x, residual))
             if reason is None:
                 if known is None and pieces.may_be_kept and not symbolic:
-                    keep(self, pieces, _PARTS)
+                    keep(self, BlockGuard(self, pieces, _PARTS))
                 return cast(Tensor, pieces.run(x, residual, self.recompute, self.precision))
             dropout_p = pieces.dropout_p
             say_once(self, reason)

@@ -48,7 +48,7 @@ class _Attribute(NamedTuple):
 
 
 class BlockGuard:
-    """What a block found, and the guard on it.
+    """What a block found, and what must not have changed for :func:`kept` to return it.
 
     Args:
         block: the block.
@@ -106,63 +106,6 @@ class BlockGuard:
             if name != "forward" and isinstance(kind, type) and isinstance(part, kind)
         )
 
-    def is_complete(self) -> bool:
-        """Whether the guard sees every change; it cannot look inside a ``functools.partial``."""
-        values = [*self._own[1], *[each.value for each in self._attributes]]
-        return not any(isinstance(value, functools.partial) for value in values)
-
-    def holds(self, block: nn.Module) -> bool:
-        """Whether a search would find the same again."""
-        if type(block) is not self._kind:
-            return False
-        own, whole = block.__dict__, self._whole
-        if whole is not None and (len(own["_modules"]) != whole or own["_parameters"] or own["_buffers"]):
-            return False
-        modules: list[Any] = [block]
-        pick, values = self._own
-        try:
-            if not all(map(is_, pick(own), values)):
-                return False
-            for holder, name, reference, kind, is_part, options, adapter in self._children:
-                own = modules[holder].__dict__
-                module = own["_modules"][name]
-                if module is None or module is not reference() or type(module) is not kind or name in own:
-                    return False
-                modules.append(module)
-                if not is_part:
-                    continue
-                own = module.__dict__
-                if (
-                    own["_forward_pre_hooks"]
-                    or own["_forward_hooks"]
-                    or own["_backward_pre_hooks"]
-                    or own["_backward_hooks"]
-                    or "forward" in own
-                    or own.get("_compiled_call_impl") is not None
-                ):
-                    return False
-                for name, value in options:
-                    if own[name] != value:
-                        return False
-                if adapter is not None and adapter != _adapter(module, adapter[1]):
-                    return False
-        except KeyError:
-            return False  # something that was there is gone
-        for holder, owner, name, is_own, value in self._attributes:
-            owner = owner if holder < 0 else modules[holder]
-            if is_own:
-                if owner.__dict__.get(name, _MISSING) is not value:
-                    return False
-            elif name in owner.__dict__ or getattr(owner, name, _MISSING) is not value:
-                return False
-        for kind, name, method in self._methods:
-            if getattr(kind, name) is not method:
-                return False
-        for index, name in self._own_methods:  # noqa: SIM110  a generator takes longer
-            if name in modules[index].__dict__:
-                return False
-        return True
-
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
         """A copied or unpickled block searches anew."""
         return type(None), ()
@@ -201,30 +144,70 @@ def _inside(block: nn.Module, path: str) -> list[str]:
 
 
 def kept(block: nn.Module) -> Any:
-    """What :func:`keep` was given for ``block``; None where something has changed since, or children must be called.
+    """What ``block`` found, if a search would find the same again; None also where its children must be called.
 
     They must under a hook for all modules, and while torch.jit traces: it would trace the comparison of shapes, and
     warn.
     """
     guard: BlockGuard | None = block.__dict__.get(KEPT)
-    if guard is None or jit_trace() is not None or has_global_hook() or not guard.holds(block):
+    if guard is None or type(block) is not guard._kind or jit_trace() is not None or has_global_hook():
         return None
+    own, whole = block.__dict__, guard._whole
+    if whole is not None and (len(own["_modules"]) != whole or own["_parameters"] or own["_buffers"]):
+        return None
+    modules: list[Any] = [block]
+    pick, values = guard._own
+    try:
+        if not all(map(is_, pick(own), values)):
+            return None
+        for holder, name, reference, kind, is_part, options, adapter in guard._children:
+            own = modules[holder].__dict__
+            module = own["_modules"][name]
+            if module is None or module is not reference() or type(module) is not kind or name in own:
+                return None
+            modules.append(module)
+            if not is_part:
+                continue
+            own = module.__dict__
+            if (
+                own["_forward_pre_hooks"]
+                or own["_forward_hooks"]
+                or own["_backward_pre_hooks"]
+                or own["_backward_hooks"]
+                or "forward" in own
+                or own.get("_compiled_call_impl") is not None
+            ):
+                return None
+            for name, value in options:
+                if own[name] != value:
+                    return None
+            if adapter is not None and adapter != _adapter(module, adapter[1]):
+                return None
+    except KeyError:
+        return None  # something that was there is gone
+    for holder, owner, name, is_own, value in guard._attributes:
+        owner = owner if holder < 0 else modules[holder]
+        if is_own:
+            if owner.__dict__.get(name, _MISSING) is not value:
+                return None
+        elif name in owner.__dict__ or getattr(owner, name, _MISSING) is not value:
+            return None
+    for kind, name, method in guard._methods:
+        if getattr(kind, name) is not method:
+            return None
+    for index, name in guard._own_methods:
+        if name in modules[index].__dict__:
+            return None
     return guard.found
 
 
-def keep(
-    block: nn.Module,
-    found: Any,
-    names: Iterable[str],
-    methods: Iterable[tuple[type[nn.Module], str]] = (),
-    *,
-    whole: bool = False,
-) -> None:
-    """Keeps ``found`` in ``block``; the arguments are those of :class:`BlockGuard`."""
-    if jit_trace() is not None:
-        return
-    guard = BlockGuard(block, found, names, methods, whole=whole)
-    if guard.is_complete():
+def keep(block: nn.Module, guard: BlockGuard) -> None:
+    """Keeps what the guard found in ``block``, unless torch.jit traces, or the guard cannot see every change.
+
+    It cannot look inside a ``functools.partial``.
+    """
+    values = [*guard._own[1], *[each.value for each in guard._attributes]]
+    if jit_trace() is None and not any(isinstance(value, functools.partial) for value in values):
         # Bypasses the block's __setattr__, which may be the user's.
         block.__dict__[KEPT] = guard
 

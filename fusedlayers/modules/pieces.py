@@ -17,7 +17,7 @@ class FFNPieces:
     """One FFN as it stands in a module: its linear children, and how the hidden is made from them.
 
     The linears are weak references: blocks keep their pieces from call to call, and a child that is replaced must be
-    freed at once, not at the next call. A block reuses kept pieces while :class:`.guarding.BlockGuard` holds.
+    freed at once, not at the next call. A block reuses them while :func:`.guarding.kept` returns them.
 
     ``original`` is the activation as the module has it, where that is not ours, and ``output_dropout_p`` the
     probability of a dropout that the module applies to the result, which is no part of :meth:`run`. Where one linear

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 
 from ...modules import (
+    BlockGuard,
     FFNPieces,
     is_plain_now,
     keep,
@@ -60,7 +61,7 @@ class FusedBlock(ReplacedModule):
             methods = [(self.fused_from, name) for name in self.fused_methods]
             methods += [(owner, name) for owner, name, _ in self.fused_functions]
             methods += [each for found_ffn in pieces for each in functions_read(found_ffn.original)]
-            keep(self, found, names, methods, whole=whole)
+            keep(self, BlockGuard(self, found, names, methods, whole=whole))
 
 
 def try_fused(block: FusedBlock, found: FFNPieces | str, x: Tensor) -> Tensor | None:
