@@ -125,10 +125,6 @@ class Matrix(NamedTuple):
             return Geometry([entries, columns, self.columns], [self.tensor.stride(0), self.row_stride, 1], [1, *block])
         return Geometry([self.rows, self.columns], [self.row_stride, 1], block)
 
-    def descriptor(self, block_rows: int, block_columns: int) -> "Descriptor":
-        """The geometry together with the tensor."""
-        return Descriptor(self.tensor, *self.geometry(block_rows, block_columns))
-
 
 def matrix(tensor: torch.Tensor) -> Matrix | None:
     """``tensor`` as a matrix without gaps between batch entries, or None if TMA cannot take its strides or address."""

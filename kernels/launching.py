@@ -16,12 +16,13 @@ import torch
 from .capturing import loading_allowed
 from .device import triton
 from .hopper import Descriptor, Geometry
-from .relaunching import Variant, listened_to
+from .relaunching import Variant
 from .torch_internals import current_device
 
 _Made = TypeVar("_Made")
 # Numbers that belong together, such as the strides of one tensor, form a tuple: one parameter of the kernel.
 Numbers: TypeAlias = tuple[Any, ...]
+Tensors: TypeAlias = tuple[torch.Tensor | None, ...]
 
 _compiled: dict[tuple[object, ...], Variant] = {}
 # Triton specialises on whether an address is a multiple of 16 bytes.
@@ -87,17 +88,27 @@ def prepared(ready: dict[Any, Any] | None, name: object, make: Callable[..., _Ma
 
 
 class Launch:
-    """A prepared launch, to be run any number of times: everything but the tensors is known.
+    """A launch that is prepared, to be run any number of times: everything but the tensors is known.
 
-    The arguments are those of :func:`launch`, with ``geometries`` instead of descriptors.
+    The groups of arguments are in the order of the kernel's signature, and the tensors come before them.
 
     All executions must agree in the dtypes and the device of their tensors, in which of them are None and in which are
     16-byte aligned: none of that is checked again. No tensor is kept alive.
+
+    Args:
+        kernel: the kernel.
+        programs: how many programs to run.
+        numbers: parameters that Triton specialises on.
+        free_numbers: the kernel's ``do_not_specialize`` parameters.
+        constants: its ``constexpr`` parameters.
+        num_warps, num_stages: as Triton takes them.
+        geometries: of the tensors that the kernel takes as TMA descriptors, which come first; None for one that is not
+            given.
+        dependent: the kernel may start while the previous one still runs (programmatic dependent launch), and waits for
+            it itself.
     """
 
-    __slots__ = (
-        "_arguments", "_dependent", "_descriptors", "_device", "_kernel", "_options", "_programs", "_rest", "_variant",
-    )  # fmt: skip
+    __slots__ = ("_arguments", "_descriptors", "_device", "_kernel", "_options", "_programs", "_rest", "_variant")
 
     def __init__(
         self,
@@ -111,23 +122,29 @@ class Launch:
         geometries: tuple[Geometry | None, ...] = (),
         dependent: bool = False,
     ) -> None:
-        self._kernel, self._programs, self._dependent = kernel, programs, dependent
-        self._arguments, self._options = (numbers, free_numbers, constants), (num_warps, num_stages)
+        self._kernel, self._programs = kernel, programs
+        self._arguments, self._options = (numbers, free_numbers, constants), (num_warps, num_stages, dependent)
         self._rest = (*numbers, *free_numbers, *constants)
         self._descriptors = [None if geometry is None else _Encodings(geometry) for geometry in geometries]
         self._device = -1
         # Known after the first execution.
         self._variant: Variant | None = None
 
-    def __call__(self, tensors: tuple[torch.Tensor | None, ...]) -> None:
-        """Run it on tensors in the order of the kernel's signature: first those that have geometries."""
+    def __call__(self, tensors: Tensors) -> None:
+        """Run it on the device of the tensors, which are in the order of the kernel's signature."""
         variant, descriptors = self._variant, self._descriptors
-        if variant is None or not variant.direct or listened_to():
-            self._run_alone(tensors)
+        if variant is None:
+            self._run_first(tensors)
             return
         if current_device() != self._device:
             with torch.cuda.device(self._device):
                 self(tensors)
+            return
+        before, after = triton.knobs.runtime.launch_enter_hook, triton.knobs.runtime.launch_exit_hook
+        # A chain of hooks without any hook counts as none.
+        if not variant.direct or getattr(before, "calls", before) or getattr(after, "calls", after):
+            described, pointers = self._described(tensors)
+            variant.launch(self._programs, described, (*pointers, *self._rest))
             return
         arguments: list[Any] = []
         for index, encodings in enumerate(descriptors):
@@ -140,18 +157,62 @@ class Launch:
             arguments.append(None if pointer is None else pointer.data_ptr())
         variant.run(self._programs, self._device, (*arguments, *self._rest))
 
-    def _run_alone(self, tensors: tuple[torch.Tensor | None, ...]) -> None:
-        """Run it as an ordinary launch."""
-        bases, pointers = tensors[: len(self._descriptors)], tensors[len(self._descriptors) :]
-        described = zip(bases, self._descriptors, strict=True)
-        descriptors = tuple([None if b is None or e is None else Descriptor(b, *e.geometry) for b, e in described])
-        variant = launch(
-            self._kernel, self._programs, pointers, *self._arguments, *self._options, descriptors, self._dependent
-        )
+    def _run_first(self, tensors: Tensors) -> None:
+        """Run it without a known variant, and find or compile that."""
+        first = next(tensor for tensor in tensors if tensor is not None)
+        on_gpu, device = first.is_cuda, first.device.index
+        if on_gpu and device != current_device():
+            with torch.cuda.device(device):
+                self._run_first(tensors)
+            return
+        described, pointers = self._described(tensors)
+        # On AMD GPUs Triton also specialises on the size of a tensor's storage.
+        key = self._key(device, described, pointers) if on_gpu and not torch.version.hip else None
+        variant = None if key is None else _compiled.get(key)
         if variant is not None:
-            self._device = next(tensor for tensor in tensors if tensor is not None).device.index
-        # Last, because other threads test it.
-        self._variant = variant
+            self._device, self._variant = device, variant
+            self(tensors)
+            return
+        num_warps, num_stages, dependent = self._options
+        # An FMA rounds once instead of twice. Passed explicitly, because Triton's default is about to change.
+        options = {"num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": True}
+        if dependent:
+            options["launch_pdl"] = True
+        complete = [None if descriptor is None else descriptor.complete() for descriptor in described]
+        if key is None:
+            self._kernel[(self._programs,)](*complete, *pointers, *self._rest, **options)
+            return
+        with loading_allowed():
+            compiled = self._kernel[(self._programs,)](*complete, *pointers, *self._rest, **options)
+            if not isinstance(compiled, triton.compiler.CompiledKernel):
+                return
+            if len(_compiled) >= _COMPILED_LIMIT:
+                _compiled.clear()
+            self._device = device
+            # Last, because other threads test it.
+            self._variant = _compiled[key] = Variant(compiled, complete)
+
+    def _described(self, tensors: Tensors) -> tuple[list[Descriptor | None], Tensors]:
+        """The descriptors, and the other tensors."""
+        described = [
+            None if base is None or encodings is None else Descriptor(base, *encodings.geometry)
+            for base, encodings in zip(tensors, self._descriptors, strict=False)
+        ]
+        return described, tensors[len(described) :]
+
+    def _key(self, device: int, descriptors: list[Descriptor | None], pointers: Tensors) -> tuple[object, ...]:
+        """All that Triton specialises on."""
+        numbers, free_numbers, constants = self._arguments
+        layout = tuple([None if p is None else (p.dtype, p.data_ptr() & ALIGNMENT_MASK == 0) for p in pointers])
+        blocks = tuple([None if d is None else (d.base.dtype, *d.block_shape) for d in descriptors])
+        # Triton specialises on integers in tuples even if ``do_not_specialize`` names the tuple.
+        tuples = [n for each in free_numbers if isinstance(each, tuple) for n in each if type(n) is int]
+        width = (
+            *[n >> 31 for n in free_numbers if type(n) is int],
+            *[(n >> 31, n == 1, n & ALIGNMENT_MASK == 0) for n in tuples],
+        )
+        # id() is unique, as kernels live as long as their modules; hashing a kernel would hash its source.
+        return id(self._kernel), device, blocks, layout, numbers, width, constants, self._options
 
 
 class _Encodings(dict[int, tuple[Any, ...]]):
@@ -172,64 +233,13 @@ class _Encodings(dict[int, tuple[Any, ...]]):
 def launch(
     kernel: Any,
     programs: int,
-    pointers: tuple[torch.Tensor | None, ...],
+    tensors: Tensors,
     numbers: Numbers,
     free_numbers: Numbers,
     constants: tuple[object, ...],
     num_warps: int = 4,
     num_stages: int = 1,
-    descriptors: tuple[Descriptor | None, ...] = (),
-    dependent: bool = False,
-) -> Variant | None:
-    """Run ``programs`` programs of ``kernel`` on the device of the first descriptor or pointer.
-
-    A ``dependent`` kernel may start while the previous one still runs (programmatic dependent launch) and waits for it
-    itself. The groups of arguments are in the order of the kernel's signature, ``descriptors`` before the others.
-    ``free_numbers`` are the kernel's ``do_not_specialize`` parameters: they may change with every call.
-
-    Returns the compiled variant, or None if every launch has to go through Triton's interface.
-    """
-    first = descriptors[0].base if descriptors and descriptors[0] else pointers[0]
-    assert first is not None
-    device = first.device
-    on_gpu = first.is_cuda
-    if on_gpu and device.index != current_device():
-        with torch.cuda.device(device):
-            return launch(
-                kernel, programs, pointers, numbers, free_numbers, constants, num_warps, num_stages, descriptors,
-                dependent,
-            )  # fmt: skip
-    rest = (*numbers, *free_numbers, *constants)
-    key = None
-    # On AMD GPUs Triton also specialises on the size of a tensor's storage.
-    if on_gpu and not torch.version.hip:
-        layout = tuple([None if p is None else (p.dtype, p.data_ptr() & ALIGNMENT_MASK == 0) for p in pointers])
-        blocks = tuple([None if d is None else (d.base.dtype, *d.block_shape) for d in descriptors])
-        # Triton specialises on integers in tuples even if ``do_not_specialize`` names the tuple.
-        tuples = [n for each in free_numbers if isinstance(each, tuple) for n in each if type(n) is int]
-        width = (
-            *[n >> 31 for n in free_numbers if type(n) is int],
-            *[(n >> 31, n == 1, n & ALIGNMENT_MASK == 0) for n in tuples],
-        )
-        # id() is unique, as kernels live as long as their modules; hashing a kernel would hash its source.
-        key = (id(kernel), device.index, blocks, layout, numbers, width, constants, num_warps, num_stages, dependent)
-        known = _compiled.get(key)
-        if known is not None:
-            known.launch(programs, device.index, descriptors, pointers, rest)
-            return known
-    # An FMA rounds once instead of twice. Passed explicitly, because Triton's default is about to change.
-    options = {"num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": True}
-    if dependent:
-        options["launch_pdl"] = True
-    complete = [None if descriptor is None else descriptor.complete() for descriptor in descriptors]
-    if key is None:
-        kernel[(programs,)](*complete, *pointers, *rest, **options)
-        return None
-    with loading_allowed():
-        compiled = kernel[(programs,)](*complete, *pointers, *rest, **options)
-        if not isinstance(compiled, triton.compiler.CompiledKernel):
-            return None
-        if len(_compiled) >= _COMPILED_LIMIT:
-            _compiled.clear()
-        variant = _compiled[key] = Variant(compiled, complete)
-        return variant
+    geometries: tuple[Geometry | None, ...] = (),
+) -> None:
+    """Run a :class:`Launch` that is not prepared, because the next one may have other numbers."""
+    Launch(kernel, programs, numbers, free_numbers, constants, num_warps, num_stages, geometries)(tensors)

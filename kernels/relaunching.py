@@ -24,8 +24,6 @@ from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
-import torch
-
 from .device import compiler, triton
 from .hopper import Descriptor
 
@@ -79,31 +77,10 @@ class Variant:
         else:
             self._function(programs, 1, 1, self._stream(device), *self._after, *arguments)
 
-    def launch(
-        self,
-        programs: int,
-        device: int,
-        descriptors: tuple[Descriptor | None, ...],
-        pointers: tuple[torch.Tensor | None, ...],
-        rest: tuple[object, ...],
-    ) -> None:
-        """:meth:`run` for descriptors and tensors; through Triton's public interface where that is necessary."""
-        if not self.direct or listened_to():
-            alike = [None if d is None else d.like(other) for d, other in zip(descriptors, self._checked, strict=True)]
-            self._compiled[(programs, 1, 1)](*alike, *pointers, *rest)
-            return
-        arguments: list[Any] = []
-        for index, descriptor in enumerate(descriptors):
-            arguments += (None,) if descriptor is None else self.encoding(index, descriptor)
-        arguments += [None if pointer is None else pointer.data_ptr() for pointer in pointers]
-        self.run(programs, device, (*arguments, *rest))
-
-
-def listened_to() -> bool:
-    """Whether a launch hook is set; a hook chain without hooks counts as none."""
-    hooks = triton.knobs.runtime
-    before, after = hooks.launch_enter_hook, hooks.launch_exit_hook
-    return bool(getattr(before, "calls", before) or getattr(after, "calls", after))
+    def launch(self, programs: int, descriptors: list[Descriptor | None], others: tuple[Any, ...]) -> None:
+        """Run it through Triton's public interface; ``others`` are tensors, numbers and constants."""
+        alike = [None if d is None else d.like(other) for d, other in zip(descriptors, self._checked, strict=True)]
+        self._compiled[(programs, 1, 1)](*alike, *others)
 
 
 @cache

@@ -12,7 +12,7 @@ import torch
 
 from ..device import tl, triton
 from ..gemm_reduce.operands import scores
-from ..hopper import Descriptor, dense, untransposed
+from ..hopper import dense, untransposed
 from ..launching import ceil_div, launch
 from ..matmul.generic.operands import Operand
 from ..matmul.sm90.ring import Stages
@@ -165,15 +165,15 @@ def gradient_of_product(
         launch(
             sm90_logit_gradient_kernel,
             min(pipeline.programs, bands * tile_columns),
-            vectors,
+            (x.tensor, w.tensor, out, *vectors),
             (width, classes, tile_columns),
             (rows, bands, start, arithmetic.scales),
             (
                 pipeline.columns, Stages(pipeline.step, pipeline.stages, pipeline.slots), pipeline.lead,
                 pipeline.group, arithmetic.constants,
             ),
-            descriptors=(
-                x.descriptor(CONSUMER_ROWS, pipeline.step), w.descriptor(pipeline.columns, pipeline.step),
-                Descriptor(out, *dense(rows, columns, CONSUMER_ROWS, CONSUMER_ROWS)),
+            geometries=(
+                x.geometry(CONSUMER_ROWS, pipeline.step), w.geometry(pipeline.columns, pipeline.step),
+                dense(rows, columns, CONSUMER_ROWS, CONSUMER_ROWS),
             ),
         )  # fmt: skip

@@ -188,13 +188,13 @@ def losses_of_product(
         launch(
             sm90_statistics_kernel,
             shares.programs,
-            (target, bias, *partials),
+            (x.tensor, w.tensor, target, bias, *partials),
             (width, columns, shares.tile_columns),
             (rows, shares.bands, shares.group, scales),
             (
                 pipeline.columns, Stages(pipeline.step, pipeline.stages, 0), pipeline.lead, arithmetic.constants,
             ),
-            descriptors=(x.descriptor(CONSUMER_ROWS, pipeline.step), w.descriptor(pipeline.columns, pipeline.step)),
+            geometries=(x.geometry(CONSUMER_ROWS, pipeline.step), w.geometry(pipeline.columns, pipeline.step)),
         )  # fmt: skip
     launch(
         _combined_losses_kernel,

@@ -9,7 +9,7 @@ from torch import Tensor
 from fusedlayers.kernels import hopper
 from fusedlayers.kernels.gemm_gemm import Arithmetic, Operands
 from fusedlayers.kernels.gemm_gemm.operands import rows_of
-from fusedlayers.kernels.hopper import matrix, stacked
+from fusedlayers.kernels.hopper import Descriptor, matrix, stacked
 
 
 def tensor(*shape: int) -> Tensor:
@@ -117,7 +117,7 @@ def test_operands_are_taken_together(changes: dict[str, Tensor | None], taken: b
 def test_blocks_are_named_in_the_order_of_memory(given: Tensor, block: list[int]) -> None:
     found = matrix(given)
     assert found is not None
-    descriptor = found.descriptor(64, 32)
+    descriptor = Descriptor(found.tensor, *found.geometry(64, 32))
     assert (descriptor.shape, descriptor.strides) == ([found.rows, found.columns], [found.row_stride, 1])
     assert descriptor.block_shape == block
 
@@ -148,7 +148,7 @@ def test_padded_columns_are_not_those_of_the_next_entry(
 def test_a_complete_descriptor_has_a_layout() -> None:
     found = matrix(tensor(100, 64))
     assert found is not None
-    complete = found.descriptor(64, 64).complete()
+    complete = Descriptor(found.tensor, *found.geometry(64, 64)).complete()
     assert complete.block_shape == [64, 64]
     assert complete.layout.swizzle_byte_width == 128
 
@@ -159,9 +159,12 @@ def test_a_descriptor_like_another_lacks_nothing() -> None:
     first, second = matrix(tensor(100, 64)), matrix(tensor(7, 128)[:, :64])
     assert first is not None
     assert second is not None
-    checked, expected = first.descriptor(64, 64).complete(), second.descriptor(64, 64).complete()
+    checked, expected = (
+        Descriptor(first.tensor, *first.geometry(64, 64)).complete(),
+        Descriptor(second.tensor, *second.geometry(64, 64)).complete(),
+    )
     checked.base = None
-    made = second.descriptor(64, 64).like(checked)
+    made = Descriptor(second.tensor, *second.geometry(64, 64)).like(checked)
     assert type(made) is type(expected)
     assert vars(made).keys() == vars(expected).keys()
     for name, value in vars(expected).items():

@@ -11,12 +11,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from fusedlayers.kernels import relaunching
+from fusedlayers.kernels import launching, relaunching
 from fusedlayers.kernels.device import HAS_TRITON, triton
-from fusedlayers.kernels.hopper import Descriptor, matrix
+from fusedlayers.kernels.hopper import matrix
+from fusedlayers.kernels.launching import Launch
 from tests.support.stand_in_launchers import BACKEND, Checked, Compiled, Launcher, Metadata, stand_in_driver
 
 pytestmark = pytest.mark.skipif(not HAS_TRITON, reason="Triton is not installed")
+
+
+@pytest.fixture(autouse=True)
+def device_0_is_current(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launching, "current_device", lambda: 0)
 
 
 @pytest.fixture
@@ -30,14 +36,12 @@ def tensor(rows: int = 16) -> Tensor:
     return torch.zeros(rows, 64, dtype=torch.bfloat16)
 
 
-def described(given: Tensor) -> Descriptor:
+def launched(variant: relaunching.Variant, given: Tensor, pointer: Tensor) -> None:
     found = matrix(given)
     assert found is not None
-    return found.descriptor(8, 64)
-
-
-def launched(variant: relaunching.Variant, given: Tensor, pointer: Tensor) -> None:
-    variant.launch(3, 0, (described(given), None), (pointer,), (5,))
+    launch = Launch(None, 3, (5,), (), (), geometries=(found.geometry(8, 64), None))
+    launch._device, launch._variant = 0, variant
+    launch((given, None, pointer))
 
 
 def test_the_function_in_c_is_called_with_encodings_and_addresses(encoded: list[int]) -> None:

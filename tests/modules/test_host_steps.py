@@ -29,8 +29,7 @@ def test_a_repeated_call_walks_few_functions(name: str, monkeypatch: pytest.Monk
     monkeypatch.setenv("FUSEDLAYERS_BACKEND", "triton")
     calls: list[tuple[Any, ...]] = []
     launcher = launcher_of(calls, nested=True)
-    monkeypatch.setattr(launching, "launch", Watched(launcher).launch)
-    monkeypatch.setattr(launching, "current_device", lambda: None)
+    Watched(launcher, monkeypatch)
     layer, x = LAYERS[name](), torch.randn(16, 64)
     with stand_in_driver(launcher), torch.no_grad():
         for _ in range(4):

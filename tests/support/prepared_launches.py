@@ -37,24 +37,22 @@ def assert_same(ours: Any, theirs: Any) -> None:
 class Watched:
     """Stands in for compiling: every kernel becomes one of this launcher."""
 
-    def __init__(self, launcher: type) -> None:
+    def __init__(self, launcher: type, monkeypatch: pytest.MonkeyPatch) -> None:
         self.launcher = launcher
         self.compiled = 0
+        monkeypatch.setattr(launching.Launch, "_run_first", lambda launch, tensors: self.run_first(launch, tensors))
+        monkeypatch.setattr(launching, "current_device", lambda: None)
 
-    def launch(
-        self, kernel: Any, programs: int, pointers: tuple[Any, ...], numbers: Any, free_numbers: Any, constants: Any,
-        num_warps: int, num_stages: int, descriptors: tuple[Any, ...], dependent: bool,
-    ) -> relaunching.Variant:  # fmt: skip
+    def run_first(self, launch: Any, tensors: tuple[Tensor | None, ...]) -> None:
         self.compiled += 1
+        descriptors, pointers = launch._described(tensors)
         kinds = ["constexpr" if d is None else "tensordesc<bf16[8, 64]>" for d in descriptors]
         kinds += ["constexpr" if p is None else "*bf16" for p in pointers]
-        rest = (*numbers, *free_numbers, *constants)
-        signature = {str(place): kind for place, kind in enumerate([*kinds, *["i32"] * len(rest)])}
-        variant = relaunching.Variant(
+        signature = {str(place): kind for place, kind in enumerate([*kinds, *["i32"] * len(launch._rest)])}
+        launch._device, launch._variant = None, relaunching.Variant(
             Compiled(signature, self.launcher), [None if d is None else CompleteDescriptor(d) for d in descriptors]
-        )
-        variant.launch(programs, None, descriptors, pointers, rest)  # type: ignore[arg-type]
-        return variant
+        )  # fmt: skip
+        launch(tensors)
 
 
 class CompleteDescriptor:
@@ -119,9 +117,7 @@ def assert_told_the_same(
     buffers = lie_again(monkeypatch)
     calls: list[tuple[Any, ...]] = []
     launcher = launcher_of(calls, nested)
-    watched = Watched(launcher)
-    monkeypatch.setattr(launching, "launch", watched.launch)
-    monkeypatch.setattr(launching, "current_device", lambda: None)
+    watched = Watched(launcher, monkeypatch)
     with stand_in_driver(launcher) as encoded:
         told: list[list[tuple[Any, ...]]] = []
         ready: dict[Any, Any] = {}
