@@ -159,16 +159,18 @@ class _Linear(Operation):
 
     def finished(self, call: Prepared, tensors: Tensors, results: Tensor) -> Tensor:
         x, y = tensors[0], results
-        if call.problem.training:
+        if call.details != call.problem.activation:
             with without_autocast(x.device):
                 y = ACTIVATIONS[call.problem.activation].torch(y)
         return y if x.dim() == 2 else y.view(*x.shape[:-1], y.shape[-1])
 
+    def details(self, plan: Any, extras: dict[str, Any]) -> str:
+        """The activation of the kernels; after the identity torch applies that of the problem."""
+        return "identity" if plan.problem.training else plan.problem.activation
+
     def forward(self, call: Prepared, operands: Tensors, wanted: Sequence[bool]) -> tuple[Tensors, Tensors]:
         x, weight, bias = operands
-        plan = call.plan
-        activation = "identity" if plan.problem.training else plan.problem.activation
-        return (_product("forward", call, x, weight, bias, plan.forward, activation),), ()
+        return (_product("forward", call, x, weight, bias, call.plan.forward, call.details),), ()
 
     def kept(self, wanted: Sequence[bool]) -> tuple[bool, ...]:
         # Each operand is needed for the gradient of the other one.
@@ -287,12 +289,8 @@ class _Float8Linear(_Linear):
     def problem(self, tensors: Tensors, options: tuple[Any, ...]) -> LinearProblem:
         return Float8LinearProblem(**super().problem(tensors, options).__getstate__(), recipe=options[3])
 
-    def finished(self, call: Prepared, tensors: Tensors, results: Tensor) -> Tensor:
-        x, y = tensors[0], results
-        if call.problem.activation != "identity":
-            with without_autocast(x.device):
-                y = ACTIVATIONS[call.problem.activation].torch(y)
-        return y if x.dim() == 2 else y.view(*x.shape[:-1], y.shape[-1])
+    def details(self, plan: Any, extras: dict[str, Any]) -> str:
+        return "identity"
 
     def forward(self, call: Prepared, operands: Tensors, wanted: Sequence[bool]) -> tuple[Tensors, Tensors]:
         (x, weight, bias), ready = operands, call.ready
