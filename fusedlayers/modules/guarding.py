@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Iterable
-from operator import is_, itemgetter
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -38,12 +38,11 @@ class _Child(NamedTuple):
 
 
 class _Attribute(NamedTuple):
-    """An attribute that must stay the same object: a child that is None, one of an object or of a class."""
+    """An attribute that is no child and must stay the same object."""
 
     holder: int  # as of a child; -1: ``owner``
     owner: Any
     name: str
-    own: bool  # whether it is in the __dict__
     value: Any
 
 
@@ -58,7 +57,7 @@ class BlockGuard:
         whole: whether the block holds nothing else, so that new children and tensors of its own matter, too.
     """
 
-    __slots__ = ("_attributes", "_children", "_kind", "_methods", "_own", "_own_methods", "_whole", "found")
+    __slots__ = ("_attributes", "_children", "_kind", "_methods", "_own_methods", "_whole", "found")
 
     def __init__(
         self,
@@ -71,11 +70,13 @@ class BlockGuard:
     ) -> None:
         self.found, self._kind = found, type(block)
         self._whole = len(block._modules) if whole else None
-        parts = list(dict.fromkeys(path for name in names for path in (*_holders(name), name, *_inside(block, name))))
+        # Whatever holds a part comes before it.
+        parts = dict.fromkeys(
+            path for name in names for path in (*accumulate(name.split("."), "{}.{}".format), *_inside(block, name))
+        )
         others = [name for name in block._modules if whole and name not in parts]
         modules: dict[str, tuple[int, nn.Module]] = {"": (0, block)}
         objects: dict[str, Any] = {}
-        own: dict[str, Any] = {}
         children: list[_Child] = []
         attributes: list[_Attribute] = []
         guarded = dict.fromkeys(methods)
@@ -90,13 +91,7 @@ class BlockGuard:
                     guarded[type(part), "forward"] = None
                 continue
             objects[path] = part
-            if holder == 0 and name in vars(block):
-                own[name] = part
-            else:
-                attributes.append(_Attribute(holder, None if holder >= 0 else owner, name, name in vars(owner), part))
-        # What the block itself has is read in one step; of less than two names itemgetter would not make a tuple.
-        own |= {"_modules": block._modules, "_parameters": block._parameters}
-        self._own = itemgetter(*own), tuple(own.values())
+            attributes.append(_Attribute(holder, None if holder >= 0 else owner, name, part))
         self._children, self._attributes = tuple(children), tuple(attributes)
         self._methods = tuple((kind, name, getattr(kind, name)) for kind, name in guarded)
         self._own_methods = tuple(
@@ -127,11 +122,6 @@ def _adapter(linear: Any, name: str) -> tuple[Any, str, Any] | None:
     return active if isinstance(active, str) else list(active), name, linear.scaling.get(name)
 
 
-def _holders(path: str) -> list[str]:
-    steps = path.split(".")[:-1]
-    return [".".join(steps[: count + 1]) for count in range(len(steps))]
-
-
 def _inside(block: nn.Module, path: str) -> list[str]:
     """Paths of the modules inside a linear with an adapter; none for any other part."""
     part: Any = block
@@ -156,10 +146,7 @@ def kept(block: nn.Module) -> Any:
     if whole is not None and (len(own["_modules"]) != whole or own["_parameters"] or own["_buffers"]):
         return None
     modules: list[Any] = [block]
-    pick, values = guard._own
     try:
-        if not all(map(is_, pick(own), values)):
-            return None
         for holder, name, reference, kind, is_part, options, adapter in guard._children:
             own = modules[holder].__dict__
             module = own["_modules"][name]
@@ -185,12 +172,8 @@ def kept(block: nn.Module) -> Any:
                 return None
     except KeyError:
         return None  # something that was there is gone
-    for holder, owner, name, is_own, value in guard._attributes:
-        owner = owner if holder < 0 else modules[holder]
-        if is_own:
-            if owner.__dict__.get(name, _MISSING) is not value:
-                return None
-        elif name in owner.__dict__ or getattr(owner, name, _MISSING) is not value:
+    for holder, owner, name, value in guard._attributes:
+        if getattr(owner if holder < 0 else modules[holder], name, _MISSING) is not value:
             return None
     for kind, name, method in guard._methods:
         if getattr(kind, name) is not method:
@@ -206,8 +189,8 @@ def keep(block: nn.Module, guard: BlockGuard) -> None:
 
     It cannot look inside a ``functools.partial``.
     """
-    values = [*guard._own[1], *[each.value for each in guard._attributes]]
-    if jit_trace() is None and not any(isinstance(value, functools.partial) for value in values):
+    is_complete = not any(isinstance(each.value, functools.partial) for each in guard._attributes)
+    if jit_trace() is None and is_complete:
         # Bypasses the block's __setattr__, which may be the user's.
         block.__dict__[KEPT] = guard
 
