@@ -30,8 +30,8 @@ from .autograd import apply, contiguous, dense
 from .call import observed, subclass_of, surroundings, transformed
 from .custom_ops import Composite, KernelOperation, Results
 from .operands import autocast, naming_layouts, without_autocast
-from .prepared import ModuleCalls, Prepared
-from .recalling import Recalled, call_key, like_call
+from .prepared import Prepared
+from .recalling import ModuleCalls, Recalled, call_key, like_call
 
 Tensors = Sequence[Any]  # tensors, or None for those that are not given
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from operator import is_
 from typing import Any
 
 import torch
@@ -12,7 +11,6 @@ import torch
 from ..planning import Device
 from .call import wants_gradient
 from .operands import autocast_dtype, compute_dtype
-from .recalling import Guard, Recalled, like_call
 
 
 class Prepared:
@@ -58,60 +56,3 @@ class Prepared:
         other = copy.copy(self)
         other.ready = {}
         return other
-
-
-class ModuleCalls(Recalled[Prepared]):
-    """The prepared calls of one module with the same options, by the shape of x.
-
-    Copies and pickles of a module have none.
-
-    Args:
-        inputs: positions of the tensors that are not parameters of the module. Where torch runs the call only these are
-            compared: its expression takes any parameters.
-    """
-
-    def __init__(self, inputs: Sequence[int]) -> None:
-        super().__init__()
-        self._options: tuple[Any, ...] = ()
-        self._inputs = inputs
-        # Mostly the next call is like the one before. Replaced as a whole, for other threads.
-        self._last: tuple[Guard, Prepared] | None = None
-
-    def recall(self, tensors: Sequence[Any], options: tuple[Any, ...]) -> Prepared | None:
-        """The prepared call for tensors like these and the same options, or None."""
-        last = self._last
-        # By identity: True == 1, but not both need be valid.
-        if last is None or not all(map(is_, options, self._options)):
-            return None
-        holds, call = last
-        if holds(tensors):
-            return call
-        x = tensors[0]
-        # A nested tensor has no shape. Shapes of a Proxy of torch.fx are Proxies, which no key equals.
-        if getattr(x, "is_nested", True) is not False:
-            return None
-        for entry in self._values.get(x.shape, ()):
-            holds, call = entry
-            if holds(tensors):
-                self._last = entry
-                return call
-        return None
-
-    def note(self, call: Prepared, tensors: Sequence[Any], options: tuple[Any, ...]) -> None:
-        """Adds a call if others may reuse it; calls with other options are forgotten."""
-        if not call.repeatable:
-            return
-        if options != self._options:
-            self.clear()
-        self._options = options
-        guard = like_call(tensors, aligned=not call.runs_eager, positions=self._inputs if call.direct else None)
-        if guard is not None:
-            self.add(tensors[0].shape, guard, call)
-            self._last = guard, call
-
-    def clear(self) -> None:
-        super().clear()
-        self._last = None
-
-    def __reduce__(self) -> tuple[type[None], tuple[()]]:
-        return type(None), ()

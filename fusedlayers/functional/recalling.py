@@ -9,7 +9,7 @@ layouts would take.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from operator import itemgetter
+from operator import is_, itemgetter
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -23,6 +23,7 @@ from . import dispatch
 from .call import PLAIN_TENSORS, surroundings
 from .operands import autocast_dtype, input_precision
 from .precision import Float8
+from .prepared import Prepared
 from .switches import switches
 
 _Value = TypeVar("_Value")
@@ -83,6 +84,63 @@ class Recalled(Generic[_Value]):
         return [value for known in list(self._values.values()) for *_, value in known]
 
 
+class ModuleCalls(Recalled[Prepared]):
+    """The prepared calls of one module with the same options, by the shape of x.
+
+    Copies and pickles of a module have none.
+
+    Args:
+        inputs: positions of the tensors that are not parameters of the module. Where torch runs the call only these are
+            compared: its expression takes any parameters.
+    """
+
+    def __init__(self, inputs: Sequence[int]) -> None:
+        super().__init__()
+        self._options: tuple[Any, ...] = ()
+        self._inputs = inputs
+        # Mostly the next call is like the one before. Replaced as a whole, for other threads.
+        self._last: tuple[Guard, Prepared] | None = None
+
+    def recall(self, tensors: Sequence[Any], options: tuple[Any, ...]) -> Prepared | None:
+        """The prepared call for tensors like these and the same options, or None."""
+        last = self._last
+        # By identity: True == 1, but not both need be valid.
+        if last is None or not all(map(is_, options, self._options)):
+            return None
+        holds, call = last
+        if holds(tensors):
+            return call
+        x = tensors[0]
+        # A nested tensor has no shape. Shapes of a Proxy of torch.fx are Proxies, which no key equals.
+        if getattr(x, "is_nested", True) is not False:
+            return None
+        for entry in self._values.get(x.shape, ()):
+            holds, call = entry
+            if holds(tensors):
+                self._last = entry
+                return call
+        return None
+
+    def note(self, call: Prepared, tensors: Sequence[Any], options: tuple[Any, ...]) -> None:
+        """Adds a call if others may reuse it; calls with other options are forgotten."""
+        if not call.repeatable:
+            return
+        if options != self._options:
+            self.clear()
+        self._options = options
+        guard = like_call(tensors, aligned=not call.runs_eager, positions=self._inputs if call.direct else None)
+        if guard is not None:
+            self.add(tensors[0].shape, guard, call)
+            self._last = guard, call
+
+    def clear(self) -> None:
+        super().clear()
+        self._last = None
+
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        return type(None), ()
+
+
 def like_call(tensors: Sequence[Any], *, aligned: bool, positions: Sequence[int] | None = None) -> Guard | None:
     """:func:`like` that also guards :func:`.call.surroundings` and the facts of the device.
 
@@ -140,7 +198,7 @@ def like(tensors: Sequence[Any], *, aligned: bool, positions: Sequence[int] | No
         return None
     if len(given) == 1 and not (absent or twice or aligned):
         [only] = firsts.values()
-        return _like_one(check, only, count)
+        return _like_one(check, only)
     offsets = [tensor.data_ptr() & ALIGNMENT_MASK for tensor in given] if aligned else []
     misaligned = any(offsets)
 
@@ -175,13 +233,13 @@ def like(tensors: Sequence[Any], *, aligned: bool, positions: Sequence[int] | No
     return same
 
 
-def _like_one(check: Callable[..., bool], position: int, count: int) -> Guard:
-    """:func:`like` of one tensor among ``count``: what a module whose call torch runs costs more than torch's own."""
+def _like_one(check: Callable[..., bool], position: int) -> Guard:
+    """:func:`like` of one tensor: what a module whose call torch runs costs more than torch's own."""
 
     def same(others: Sequence[Any]) -> bool:
         try:
             other = others[position]
-            return len(others) == count and not other.is_nested and check(other)
+            return not other.is_nested and check(other)
         except (AttributeError, IndexError, TraceError):
             return False
 

@@ -13,7 +13,7 @@ from .. import functional
 from ..functional import dispatch
 from ..functional.linear import LINEAR, check_reduction, check_split_k
 from ..functional.precision import Float8, precision_word
-from ..functional.prepared import ModuleCalls
+from ..functional.recalling import ModuleCalls
 from .guarding import KEPT
 from .traced import outside_of_traces
 

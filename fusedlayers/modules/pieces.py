@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from ..functional.ffn import FFN
 from ..functional.operation import Operation
-from ..functional.prepared import ModuleCalls
+from ..functional.recalling import ModuleCalls
 from .children import base_linear, linear_weight, parameter, split_gate, why_not_plain
 
 
@@ -147,14 +147,15 @@ class FFNPieces:
     def tensors(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor | None, ...]:
         """The tensors of ``functional.ffn``."""
         read: list[Any] = []
-        for reference in (self._up, self._down) if self._gate is None else (self._up, self._down, self._gate):
-            linear: Any = reference()
-            kept = linear._parameters
-            if type(linear) is nn.Linear and "weight" in kept and "bias" in kept:
+        for reference in (self._up, self._down, self._gate):
+            linear: Any = None if reference is None else reference()
+            if type(linear) is nn.Linear and "weight" in (kept := linear._parameters) and "bias" in kept:
                 read += kept["weight"], kept["bias"]
+            elif linear is None:
+                read += None, None
             else:
                 read += linear_weight(linear), parameter(linear, "bias")
-        w_up, b_up, w_down, b_down, w_gate, b_gate = read if self._gate is not None else (*read, None, None)
+        w_up, b_up, w_down, b_down, w_gate, b_gate = read
         if self.gate_rows is not None and w_up.dim() == 2:
             w_gate, w_up = split_gate(w_up, self.gate_rows)
             b_gate, b_up = (None, None) if b_up is None else split_gate(b_up, self.gate_rows)

@@ -17,8 +17,7 @@ from fusedlayers.closeness import compare_draws
 from fusedlayers.devices import describe
 from fusedlayers.functional import dispatch, operation
 from fusedlayers.functional.ffn import FFN
-from fusedlayers.functional.prepared import ModuleCalls
-from fusedlayers.functional.recalling import Recalled
+from fusedlayers.functional.recalling import ModuleCalls, Recalled
 from fusedlayers.kernels.device import interpreted
 from fusedlayers.kernels.dropout import draw_seed
 

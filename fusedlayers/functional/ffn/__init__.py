@@ -127,7 +127,7 @@ class _FFN(FFNOperation):
         hidden = F.linear(x, w_up, b_up)
         hidden = activate(hidden) if w_gate is None else activate(F.linear(x, w_gate, b_gate)) * hidden
         if dropout_p:
-            hidden = dropping.dropped(hidden, dropout_p, self._seed(call, tensors))
+            hidden = dropping.dropped(hidden, dropout_p, self._seed(tensors))
         y = F.linear(hidden, w_down, b_down)
         return y if residual is None else y + residual
 
@@ -139,16 +139,14 @@ class _FFN(FFNOperation):
         return super().cast(call, tensors)
 
     def flattened(self, call: Prepared, tensors: Tensors) -> Tensors:
-        return *tensors[:-1], self._seed(call, tensors) if call.extras["dropout_p"] else None
+        return *tensors[:-1], self._seed(tensors) if call.extras["dropout_p"] else None
 
-    def _seed(self, call: Prepared, tensors: Tensors) -> Tensor | None:
+    def _seed(self, tensors: Tensors) -> Tensor | None:
         """The seed of the mask, drawn the same way on every path.
 
         A checkpoint may run one path without gradients and another one with them, and both must drop the same elements
         and leave the generator in the same state.
         """
-        if not call.extras["dropout_p"]:
-            return None
         given: Tensor | None = tensors[-1]
         return dropping.draw_seed(*tensors) if given is None else given
 

@@ -184,7 +184,7 @@ class FusedInside(FusedByRule):
             facts, _, _, watched = self.traceable_ffn()
             return facts is not None and not self.has_changed(watched)
         # Checks the children that hold the parts, too: they would not be called.
-        found = why_not_now() or kept(self) or self.find_ffn()
+        found = kept(self) or why_not_now() or self.find_ffn()
         if isinstance(found, str):
             say_once(self, found)
         return not isinstance(found, str)
