@@ -13,7 +13,7 @@ from operator import is_, itemgetter
 from typing import Any, Generic, TypeVar
 
 import torch
-from torch import Tensor, is_grad_enabled
+from torch import is_grad_enabled
 from torch.autograd import forward_ad
 from torch.fx.proxy import TraceError
 
@@ -193,7 +193,8 @@ def like(tensors: Sequence[Any], *, aligned: bool, positions: Sequence[int] | No
             twice.append((position, firsts[id(tensor)]))
     read = pick(list(firsts.values()))
     given = read(tensors)
-    check = tensor_guard(given) if all(map(_has_strides, given)) else None
+    have_strides = all(tensor.layout is torch.strided and not tensor.is_nested for tensor in given)
+    check = tensor_guard(given) if have_strides else None
     if check is None:
         return None
     if len(given) == 1 and not (absent or twice or aligned):
@@ -252,7 +253,3 @@ def pick(positions: Sequence[int]) -> Callable[[Any], tuple[Any, ...]]:
         return itemgetter(*positions)
     # itemgetter of one position would return the element itself.
     return itemgetter(slice(positions[0], positions[0] + 1) if positions else slice(0))
-
-
-def _has_strides(tensor: Tensor) -> bool:
-    return tensor.layout is torch.strided and not tensor.is_nested

@@ -208,7 +208,7 @@ FAULTS: tuple[Fault, ...] = (
         "functional/test_autograd_contract_values graphs_that_are_kept",
     ),
     _fault(
-        "option missing in a call's key", "fusedlayers/functional/call.py",
+        "option missing in a call's key", "fusedlayers/functional/recalling.py",
         "shape, options, types", "shape, options[1:], types",
         "functional/test_recalled_calls",
     ),
