@@ -2,8 +2,7 @@
 
 Quantised weights are kept while the weight lives and does not change: its version counter and its address are compared
 at every use. Not every change shows there: optimizers, adapters that are merged and averages of weights may write to
-``parameter.data``, or with kernels of their own. So at every step of a ``torch.optim.Optimizer`` all is dropped but
-what frozen weights gave that are none of its parameters, and whose values, in a sample, have not changed either; and
+``parameter.data``, or with kernels of their own. So all is dropped at every step of a ``torch.optim.Optimizer``, and
 calls without gradients neither read nor keep anything. CUDA graphs quantise weights themselves, and nothing is kept
 of a trainable weight that was used in one, because a replay may change it. Under an initialised process group nothing
 is kept at all, as sharded training refills the memory of a weight without telling.
@@ -35,14 +34,12 @@ _in_graphs: dict[int, weakref.ref[Tensor]] = {}
 _watching = False
 # Whether a step of an optimizer was captured: each replay changes weights.
 _steps_in_graphs = False
-# About so many values of a frozen weight are compared at a step.
-_SAMPLE = 1024
 
 
 class _Kept:
     """What was made of the parts of one tensor, while that tensor lives and does not change."""
 
-    __slots__ = ("address", "changed", "made", "owner", "sample", "version")
+    __slots__ = ("address", "made", "owner", "version")
 
     def __init__(self, owner: Tensor) -> None:
         key = id(owner)
@@ -50,30 +47,10 @@ class _Kept:
         self.address, self.version = owner.data_ptr(), owner._version
         # With what is kept of further tensors that it was made of.
         self.made: dict[tuple[object, ...], tuple[Scaled, list[_Kept]]] = {}
-        # Of a frozen tensor: some of its values, and whether these had changed at the last step.
-        self.sample = None if owner.requires_grad else _sample(owner).clone()
-        self.changed: Tensor | None = None
 
     def stands(self, owner: Tensor) -> bool:
         """Whether it is still the same tensor, with the same values."""
         return self.owner() is owner and self.address == owner.data_ptr() and self.version == owner._version
-
-    def outlives_step(self) -> bool:
-        """Whether it stays after a step of an optimizer that does not have this tensor.
-
-        Nobody waits for the GPU: whether the sample has changed is known at the next step.
-        """
-        owner = self.owner()
-        if self.sample is None or owner is None or owner.requires_grad or not self.stands(owner):
-            return False
-        before, self.changed = self.changed, (_sample(owner) != self.sample).any().to("cpu", non_blocking=True)
-        return before is None or not before
-
-
-def _sample(owner: Tensor) -> Tensor:
-    # An odd distance, for values from all columns.
-    apart = (owner.numel() // _SAMPLE) | 1
-    return owner.detach().as_strided((-(-owner.numel() // apart),), (apart,))
 
 
 def _kept_of(owner: Tensor) -> _Kept:
@@ -147,22 +124,18 @@ def _watch_optimizers() -> None:
         _watching = True
 
 
-def _after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    """Drops what may have changed. Compiled steps, which do not come here, change version counters."""
+def _after_step(*_: Any) -> None:
+    """Drops what is kept. Compiled steps, which do not come here, change version counters."""
     if is_dynamo_compiling():
         return
     global _steps_in_graphs
     if torch.cuda.is_available() and is_capturing():
         _steps_in_graphs = True
-        _kept.clear()
-    trained = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    for key, each in list(_kept.items()):
-        if key in trained or not each.outlives_step():
-            del _kept[key]
+    _kept.clear()
 
 
 def forget_weights() -> None:
-    """Drops all quantised weights: for weights that were changed past their version counter, and by no optimizer."""
+    """Drops all quantised weights: for weights that were changed past their version counter, and no optimizer."""
     _kept.clear()
 
 

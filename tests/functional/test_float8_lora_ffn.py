@@ -110,56 +110,22 @@ def test_whatever_is_frozen(gated: bool, made: Any) -> None:
         assert not made["pairs"]
 
 
-def test_frozen_weights_stay_quantised_from_step_to_step(made: Any) -> None:
+def test_frozen_weights_are_quantised_once_a_step(made: Any) -> None:
+    """Merged adapters change them past their version counters, so no copy outlives a step."""
     given, dy = operands(wanted=TRAINED), torch.randn(M, SIZES[2])
     optimizer = torch.optim.AdamW([given[name] for name in ADAPTERS], lr=1e-2)
-    counts, results = [], []
-    for step in range(4):
-        made.clear()
-        y = lora_ffn(given)
-        results.append(y)
-        for name, each in gradients(y, given, dy).items():
-            given[name].grad = each
+    counts = []
+    for _ in range(2):
+        for _ in range(2):
+            made.clear()
+            for name, each in gradients(lora_ffn(given), given, dy).items():
+                given[name].grad = each
+            counts.append((made["rows"], made["transposed"]))
+        given["w_gate"].data += 1.0
         optimizer.step()
-        counts.append((made["rows"], made["transposed"]))
-        if step == 1:
-            with torch.no_grad():
-                given["w_gate"].mul_(2)
     # x, h, dy and dz, and the weights: up, gate and down in rows, down and (up, gate) transposed.
-    assert counts == [(7, 2), (4, 0), (5, 1), (4, 0)]
-    assert not torch.equal(results[-1], results[-2])
-    with torch.no_grad():
-        expected = lora_ffn(given)
-    assert torch.equal(lora_ffn(given), expected)
-
-
-def test_what_an_optimizer_has_does_not_stay(made: Any) -> None:
-    """Neither what is trained, nor a frozen parameter of the optimizer."""
-    given = operands(wanted=(*TRAINED, "w_down"))
-    optimizer = torch.optim.SGD([given["up_a"], given["w_gate"]])
-    for _ in range(2):
-        made.clear()
-        lora_ffn(given)
-        optimizer.step()
-    assert made["rows"] == 4
-    given["w_up"].requires_grad_()
-    optimizer.step()
-    assert not float8._kept
-
-
-def test_frozen_weights_that_are_merged_past_their_version_counters() -> None:
-    """A sample of the values shows it, at the second step at the latest."""
-    given = operands(wanted=TRAINED)
-    optimizer = torch.optim.SGD([given["up_a"]])
-    lora_ffn(given)
-    optimizer.step()
-    given["w_gate"].data += given["gate_b"].detach() @ given["gate_a"].detach()
-    for _ in range(2):
-        lora_ffn(given)
-        optimizer.step()
-    with torch.no_grad():
-        expected = lora_ffn(given)
-    assert torch.equal(lora_ffn(given), expected)
+    assert counts == [(7, 2), (4, 0)] * 2
+    assert torch.equal(lora_ffn(given), lora_ffn({name: each.detach() for name, each in given.items()}))
 
 
 @pytest.mark.parametrize("options", [{}, {"adapter_dropout_p": 0.25, "dropout_seed": SEED}], ids=["", "dropout"])
@@ -207,7 +173,6 @@ def test_weights_under_autocast_stay_quantised(made: Any) -> None:
         with torch.autocast("cpu", BFLOAT16), decisions() as taken:
             y = lora_ffn(given)
         found = gradients(y, given, dy)
-        torch.optim.SGD([given["up_a"]]).step()
         counts.append((made["rows"], made["transposed"]))
     assert taken == {"lora_ffn float8": 1}
     assert {each.dtype for each in found.values()} == {torch.float32}
