@@ -132,9 +132,8 @@ class Launch:
 
     def __call__(self, tensors: Tensors) -> None:
         """Run it on the device of the tensors, which are in the order of the kernel's signature."""
-        variant, descriptors = self._variant, self._descriptors
+        variant, descriptors = self._variant or self._run_first(tensors), self._descriptors
         if variant is None:
-            self._run_first(tensors)
             return
         if current_device() != self._device:
             with torch.cuda.device(self._device):
@@ -157,22 +156,20 @@ class Launch:
             arguments.append(None if pointer is None else pointer.data_ptr())
         variant.run(self._programs, self._device, (*arguments, *self._rest))
 
-    def _run_first(self, tensors: Tensors) -> None:
-        """Run it without a known variant, and find or compile that."""
+    def _run_first(self, tensors: Tensors) -> Variant | None:
+        """The variant that another launch has compiled; if there is none, run it through Triton, and return None."""
         first = next(tensor for tensor in tensors if tensor is not None)
         on_gpu, device = first.is_cuda, first.device.index
         if on_gpu and device != current_device():
             with torch.cuda.device(device):
-                self._run_first(tensors)
-            return
+                return self._run_first(tensors)
         described, pointers = self._described(tensors)
         # On AMD GPUs Triton also specialises on the size of a tensor's storage.
         key = self._key(device, described, pointers) if on_gpu and not torch.version.hip else None
         variant = None if key is None else _compiled.get(key)
         if variant is not None:
             self._device, self._variant = device, variant
-            self(tensors)
-            return
+            return variant
         num_warps, num_stages, dependent = self._options
         # An FMA rounds once instead of twice. Passed explicitly, because Triton's default is about to change.
         options = {"num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": True}
@@ -181,16 +178,17 @@ class Launch:
         complete = [None if descriptor is None else descriptor.complete() for descriptor in described]
         if key is None:
             self._kernel[(self._programs,)](*complete, *pointers, *self._rest, **options)
-            return
+            return None
         with loading_allowed():
             compiled = self._kernel[(self._programs,)](*complete, *pointers, *self._rest, **options)
             if not isinstance(compiled, triton.compiler.CompiledKernel):
-                return
+                return None
             if len(_compiled) >= _COMPILED_LIMIT:
                 _compiled.clear()
             self._device = device
             # Last, because other threads test it.
             self._variant = _compiled[key] = Variant(compiled, complete)
+        return None
 
     def _described(self, tensors: Tensors) -> tuple[list[Descriptor | None], Tensors]:
         """The descriptors, and the other tensors."""

@@ -14,7 +14,6 @@ from torch.utils.flop_counter import FlopCounterMode
 import fusedlayers as fl
 from fusedlayers import reference
 from fusedlayers.closeness.noise import OF_LAYER, OF_WEIGHT_GRADIENT, sqnr
-from fusedlayers.functional import float8
 from fusedlayers.functional.dispatch import decisions
 from fusedlayers.kernels.gemm_epilogue import LowRank
 from fusedlayers.kernels.matmul.low_rank import low_rank_copies

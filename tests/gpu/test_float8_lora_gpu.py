@@ -226,6 +226,8 @@ def test_each_frozen_subset(gated: bool) -> None:
 def test_replays(options: dict[str, Any]) -> None:
     given = operands((16, 16, 16), True, wanted=("x", *ADAPTERS))
     dy = torch.randn(1061, 784, device=DEVICE)
+    # Seeds are copied to the device before a graph is recorded.
+    options = options_on_device(options)
 
     def step() -> tuple[Tensor, ...]:
         y = lora_ffn(given, **options)
@@ -250,7 +252,7 @@ def test_compiled() -> None:
     torch._dynamo.reset()
 
 
-def test_frozen_weights_are_quantised_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_frozen_weights_are_quantised_once_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     given = operands((16, 16, 16), True, wanted=("x", *ADAPTERS))
     of_weights = {tuple(given["w_up"].shape), tuple(given["w_down"].shape)}
     count = []
@@ -260,23 +262,18 @@ def test_frozen_weights_are_quantised_once(monkeypatch: pytest.MonkeyPatch) -> N
             float8, name, lambda x, *more, made=made, **given: (count.append(x.shape), made(x, *more, **given))[1]
         )
     optimizer = torch.optim.AdamW([given[name] for name in ADAPTERS], lr=1e-3)
-    for step in range(4):
-        count.clear()
-        for _ in range(2):
+    for _ in range(2):
+        for micro_batch in range(2):
+            count.clear()
             lora_ffn(given).square().mean().backward()
+            assert sum(tuple(shape) in of_weights for shape in count) == (0 if micro_batch else 5)
+        # As adapters are merged: the version counter does not change.
+        given["w_gate"].data.mul_(2)
         optimizer.step()
         optimizer.zero_grad()
-        assert sum(tuple(shape) in of_weights for shape in count) == (0 if step else 5)
-    before = lora_ffn(given)
-    given["w_gate"].data.mul_(2)
-    for _ in range(3):
-        lora_ffn(given)
-        torch.cuda.synchronize()
-        optimizer.step()
-    after = lora_ffn(given)
-    assert not torch.equal(after, before)
-    with torch.no_grad():
-        assert torch.equal(lora_ffn(given), after)
+    found = lora_ffn(given)
+    float8.forget_weights()
+    assert torch.equal(lora_ffn(given), found)
 
 
 @pytest.mark.parametrize("rows", [16_384, 64])

@@ -95,7 +95,7 @@ def test_float32_adapters_of_weights_in_16_bits_run_in_8_bits_under_autocast() -
             each.data = each.data.float()
     with in_8_bits() as quantised:
         fl.replace(model, precision="fp8")
-        for step in range(2):
+        for _ in range(2):
             quantised.clear()
             with torch.autocast("cpu", BFLOAT16), decisions() as taken:
                 y = model(x)
