@@ -139,7 +139,8 @@ class Launch:
             with torch.cuda.device(self._device):
                 self(tensors)
             return
-        before, after = triton.knobs.runtime.launch_enter_hook, triton.knobs.runtime.launch_exit_hook
+        hooks = triton.knobs.runtime
+        before, after = hooks.launch_enter_hook, hooks.launch_exit_hook
         # A chain of hooks without any hook counts as none.
         if not variant.direct or getattr(before, "calls", before) or getattr(after, "calls", after):
             described, pointers = self._described(tensors)

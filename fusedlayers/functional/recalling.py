@@ -9,7 +9,7 @@ layouts would take.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from operator import is_, itemgetter
+from operator import itemgetter
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -97,16 +97,20 @@ class ModuleCalls(Recalled[Prepared]):
     def __init__(self, inputs: Sequence[int]) -> None:
         super().__init__()
         self._options: tuple[Any, ...] = ()
+        self._numbers: Sequence[int] = ()  # positions among the options
         self._inputs = inputs
         # Mostly the next call is like the one before. Replaced as a whole, for other threads.
         self._last: tuple[Guard, Prepared] | None = None
 
     def recall(self, tensors: Sequence[Any], options: tuple[Any, ...]) -> Prepared | None:
         """The prepared call for tensors like these and the same options, or None."""
-        last = self._last
-        # By identity: True == 1, but not both need be valid.
-        if last is None or not all(map(is_, options, self._options)):
+        last, known = self._last, self._options
+        if last is None or options != known:
             return None
+        for place in self._numbers:
+            # True == 1, but not both need be valid.
+            if options[place] is not known[place]:
+                return None
         holds, call = last
         if holds(tensors):
             return call
@@ -128,6 +132,7 @@ class ModuleCalls(Recalled[Prepared]):
         if options != self._options:
             self.clear()
         self._options = options
+        self._numbers = [place for place, option in enumerate(options) if isinstance(option, (int, float))]
         guard = like_call(tensors, aligned=not call.runs_eager, positions=self._inputs if call.direct else None)
         if guard is not None:
             self.add(tensors[0].shape, guard, call)
