@@ -47,17 +47,14 @@ def traced() -> bool:
     return observed() and any(isinstance(mode, _TRACERS) for mode in _get_current_dispatch_mode_stack())
 
 
-def recorded_later() -> bool:
-    """Whether torch.compile captures what it compiles now into CUDA graphs (``mode="reduce-overhead"``)."""
-    config = sys.modules.get("torch._inductor.config")
-    return config is not None and bool(config.triton.cudagraphs)
-
-
 def captured(device: torch.device) -> bool:
-    """Whether this call is being captured into a CUDA graph, or compiled to be."""
+    """Whether this call is being captured into a CUDA graph, or compiled to be (``mode="reduce-overhead"``)."""
     if device.type != "cuda":
         return False
-    return recorded_later() if observed() else is_capturing()
+    if not observed():
+        return is_capturing()
+    config = sys.modules.get("torch._inductor.config")
+    return config is not None and bool(config.triton.cudagraphs)
 
 
 def transformed(*tensors: Tensor | None) -> bool:
