@@ -3,7 +3,7 @@
     python -m docs.release --url https://HOST/OWNER/NAME --output build/release
 
 In a clone links are relative, so that they work offline, in forks and at every commit. In a published version they have
-to lead to the tag of that version: ``v`` and the number in pyproject.toml. ``make dist URL=...`` builds the sdist and
+to lead to the tag of that version: ``v`` and its number. ``make dist URL=...`` builds the sdist and
 the wheel from this copy.
 """
 
@@ -16,6 +16,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import fusedlayers
 from docs.site import LINK, ROOT, resolved
 
 _PICTURES = (".png", ".svg", ".jpg")
@@ -46,7 +47,18 @@ def with_urls(pyproject: str, url: str, tag: str) -> str:
     return pyproject.replace("[project.optional-dependencies]", f"{section}\n\n[project.optional-dependencies]", 1)
 
 
-def prepare(output: Path, url: str) -> None:
+def checked(version: str) -> str:
+    """The version, if it is that of a release.
+
+    Raises:
+        ValueError: it is one between releases. It has no tag, so the links would lead nowhere.
+    """
+    if ".dev" in version:
+        raise ValueError(f"{version} is a version between releases: set that of the release (docs/contributing.md)")
+    return version
+
+
+def prepare(output: Path, url: str, version: str) -> None:
     """Writes the copy: the files that git tracks, as they are in the working tree.
 
     Raises:
@@ -62,7 +74,6 @@ def prepare(output: Path, url: str) -> None:
             (output / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(ROOT / name, output / name)
     pyproject = (output / "pyproject.toml").read_text()
-    [version] = re.findall(r'^version = "(.+)"$', pyproject, re.MULTILINE)
     tag = f"v{version}"
     (output / "pyproject.toml").write_text(with_urls(pyproject, url, tag))
     (output / "README.md").write_text(with_absolute_links((output / "README.md").read_text(), url, tag))
@@ -75,7 +86,7 @@ def main() -> int:
     parser.add_argument("--output", required=True, type=Path, help="the folder to write, which must not exist")
     chosen = parser.parse_args()
     try:
-        prepare(chosen.output, chosen.url)
+        prepare(chosen.output, chosen.url, checked(fusedlayers.__version__))
     except ValueError as error:
         parser.error(str(error))
     return 0

@@ -17,7 +17,7 @@ from .verifying import verify
 if TYPE_CHECKING:
     from . import parallel
 
-__version__ = "0.2.0"
+__version__ = "0.3.0.dev0"
 
 __all__ = [
     "FFNRule",

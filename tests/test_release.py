@@ -78,7 +78,7 @@ def test_the_links_of_a_release_are_absolute() -> None:
 @needs_git
 @pytest.mark.full
 def test_a_release_is_built_from_its_sdist(tmp_path: Path) -> None:
-    release.prepare(tmp_path / "copy", URL)
+    release.prepare(tmp_path / "copy", URL, fusedlayers.__version__)
     command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", tmp_path / "dist", tmp_path / "copy"]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -98,9 +98,15 @@ def test_a_release_is_built_from_its_sdist(tmp_path: Path) -> None:
 @pytest.mark.parametrize("url", ["", "example.org/a/b", "https://example.org", "https://example.org/a/b/"])
 def test_a_release_needs_a_url(url: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="the URL of a repository is expected"):
-        release.prepare(tmp_path / "copy", url)
+        release.prepare(tmp_path / "copy", url, "1.2.3")
     with pytest.raises(ValueError, match="is there already"):
-        release.prepare(tmp_path, URL)
+        release.prepare(tmp_path, URL, "1.2.3")
+
+
+def test_only_a_release_is_published() -> None:
+    assert release.checked("1.2.3") == "1.2.3"
+    with pytest.raises(ValueError, match=r"1\.3\.0\.dev0 is a version between releases"):
+        release.checked("1.3.0.dev0")
 
 
 @pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)
@@ -130,13 +136,10 @@ def test_workflows_run_what_continuous_integration_runs() -> None:
     assert pythons == re.findall(r'"Programming Language :: Python :: (3\.\d+)"', (ROOT / "pyproject.toml").read_text())
 
 
-def test_the_citation_is_of_this_version() -> None:
+def test_the_citation_is_of_the_last_release() -> None:
     cited = yaml.safe_load((ROOT / "CITATION.cff").read_text())
-    assert cited["version"] == fusedlayers.__version__
-    [date] = re.findall(
-        rf"^## \[{re.escape(cited['version'])}\] - (.+)$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE
-    )
-    assert cited["date-released"] == date
+    dated = re.findall(r"^## \[(.+)\] - (.+)$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert (cited["version"], cited["date-released"]) == dated[0]
 
 
 def test_texts_name_no_address() -> None:
