@@ -64,7 +64,8 @@ LIBRARIES = {
     "kernels": {"torch", "triton"},
     "planning": set[str](),
     "train_examples.recipes": {
-        *("torch", "accelerate", "datasets", "lightning", "peft", "pylate", "tokenizers", "transformers", "trl"),
+        *("torch", "accelerate", "axolotl", "datasets", "lightning", "peft", "pydantic", "pylate", "tokenizers"),
+        *("torchtitan", "transformers", "trl"),
     },
     "train_examples": {"torch", "hydra", "omegaconf", "lightning", "matplotlib", "rich", "tokenizers"},
     # The tables of models come from records that the tests of models make.
