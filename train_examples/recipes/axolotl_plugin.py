@@ -1,9 +1,9 @@
-"""A plugin for axolotl. In its configuration, with the clone on the path of Python (``PYTHONPATH``):
+"""A plugin for axolotl. Copy this file to where axolotl is started, and name it in the configuration:
 
-plugins:
-  - train_examples.recipes.axolotl_plugin.FusedLayersPlugin
-fusedlayers:
-  loss: false
+    plugins:
+      - axolotl_plugin.FusedLayersPlugin
+    fusedlayers:
+      norm: false
 """
 
 from __future__ import annotations

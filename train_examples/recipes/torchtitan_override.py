@@ -1,6 +1,6 @@
-"""torchtitan's feed-forward blocks, fused, by its own option, in the folder of the clone:
+"""torchtitan's feed-forward blocks, fused. Copy this file to where torchtitan is started, and pass
 
-    --override.imports train_examples.recipes.torchtitan_override.fused_feed_forward
+    --override.imports torchtitan_override.fused_feed_forward
 
 Parameters, their names, initial values, shardings and checkpoints stay those of torchtitan 0.3's ``FeedForward``.
 """
@@ -20,7 +20,10 @@ import fusedlayers as fl
 
 
 class FusedFeedForward(FeedForward):
-    """``w2(silu(w1(x)) * w3(x))`` in one operation. With tensor parallelism the three linear layers are called."""
+    """``w2(silu(w1(x)) * w3(x))`` in one operation, without calls of w1, w2 and w3, and so without hooks of these.
+
+    With tensor parallelism they are called as before.
+    """
 
     @dataclass(kw_only=True, slots=True)
     class Config(FeedForward.Config):
