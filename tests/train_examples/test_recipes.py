@@ -12,6 +12,7 @@ import torch
 
 import fusedlayers as fl
 from fusedlayers.functional.dispatch import decisions
+from tests.support.processes import Processes
 
 transformers = pytest.importorskip("transformers", reason="the recipes train a model of transformers")
 
@@ -56,6 +57,15 @@ def test_a_recipe_trains_through_fused_layers(name: str, tmp_path: Path, capsys:
     # Of random bytes it would be log 256 = 5.5 nats, from which the model starts.
     assert losses[-1] < (5.5 if len(losses) == 1 else losses[0])
     assert (tmp_path / written).is_file()
+
+
+@pytest.mark.xdist_group("two processes")
+@pytest.mark.parametrize("strategy", ["ModelParallelStrategy", pytest.param("ddp", marks=pytest.mark.full)])
+def test_strategies_of_lightning_keep_blocks_fused(strategy: str, processes: Processes, tmp_path: Path) -> None:
+    pytest.importorskip("lightning", reason="the recipe is for lightning")
+    from tests.support.lightning_checks import check_strategy
+
+    processes.run(check_strategy, strategy, str(tmp_path))
 
 
 def test_a_checkpoint_of_a_replaced_model_is_an_ordinary_one(tmp_path: Path) -> None:

@@ -1,9 +1,9 @@
 """A plugin for axolotl. Copy this file to where axolotl is started, and name it in the configuration:
 
-    plugins:
-      - axolotl_plugin.FusedLayersPlugin
-    fusedlayers:
-      norm: false
+plugins:
+  - axolotl_plugin.FusedLayersPlugin
+fusedlayers:
+  norm: false
 """
 
 from __future__ import annotations

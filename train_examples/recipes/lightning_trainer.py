@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import lightning as L
 import torch
 from torch import Tensor
+from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader
 
 import fusedlayers as fl
@@ -17,8 +20,13 @@ class ByteModel(L.LightningModule):
     def __init__(self) -> None:
         super().__init__()
         self.model = small_llama()
-        print(fl.replace(self.model))  # the one line: here, so that every process and every strategy sees it
+        print(fl.replace(self.model))  # the one line: here, before every strategy wraps or shards the model
         self.losses: list[float] = []
+
+    def configure_model(self) -> None:
+        if self.device_mesh is not None:  # Lightning's FSDP2, ModelParallelStrategy, leaves the sharding to this
+            for part in (*self.model.model.layers, self.model):
+                fully_shard(part, mesh=self.device_mesh["data_parallel"])
 
     def training_step(self, batch: dict[str, Tensor], batch_index: int) -> Tensor:
         loss: Tensor = self.model(**batch).loss
@@ -29,8 +37,8 @@ class ByteModel(L.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=3e-3)
 
 
-def main(steps: int = 200, folder: str = "runs/lightning") -> list[float]:
-    """Train, save, and return the loss of every step (nats per byte)."""
+def main(steps: int = 200, folder: str = "runs/lightning", **options: Any) -> list[float]:
+    """Train, save, and return the loss of every step (nats per byte); options of the Trainer, such as a strategy."""
     L.seed_everything(0)
     model = ByteModel()
     trainer = L.Trainer(
@@ -40,6 +48,7 @@ def main(steps: int = 200, folder: str = "runs/lightning") -> list[float]:
         logger=False,
         enable_checkpointing=False,  # saved once at the end
         default_root_dir=folder,
+        **options,
     )
     trainer.fit(model, DataLoader(TextWindows(), batch_size=16, shuffle=True))
     trainer.save_checkpoint(f"{folder}/last.ckpt")
