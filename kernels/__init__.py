@@ -13,11 +13,12 @@ if __name__ == "kernels":
     # In a clone this folder hides Hugging Face's package of the same name, which transformers imports: hand over to it.
     import sys
     from importlib.machinery import PathFinder
+    from importlib.metadata import distributions
     from importlib.util import module_from_spec
-    from pathlib import Path
 
-    _clone = Path(__file__).resolve().parents[1]
-    _found = PathFinder.find_spec("kernels", [path for path in sys.path if Path(path).resolve() != _clone])
-    if _found is not None and _found.loader is not None:
-        sys.modules["kernels"] = module_from_spec(_found)
-        _found.loader.exec_module(sys.modules["kernels"])
+    for _installed in distributions(name="kernels"):
+        _found = PathFinder.find_spec("kernels", [str(_installed.locate_file(""))])
+        if _found is not None and _found.loader is not None:
+            sys.modules["kernels"] = module_from_spec(_found)
+            _found.loader.exec_module(sys.modules["kernels"])
+            break
