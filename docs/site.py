@@ -1,7 +1,7 @@
-"""The hooks of mkdocs.yml: they add README as the first page and a page of docstrings, and convert links out of docs/.
+"""The hooks of mkdocs.yml: they add README as the first page, notebooks, and a page of docstrings, and convert links.
 
-On the site all pages are in one folder. A link to a page of docs/ or to a text beside README stays a link to a page;
-any other file that a page links to is copied into ``files/``.
+On the site all pages are in one folder, and notebooks in another. A link to a page of docs/ or to a text beside README
+stays a link to a page; any other file that a page links to is copied into ``files/``.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 import fusedlayers
+from docs.notebook import as_page, notebooks
 
 ROOT = Path(__file__).resolve().parents[1]
 # Files outside of docs/ that are pages, too.
@@ -30,6 +31,9 @@ def on_files(files: Any, config: Any) -> Any:
 
     for name in TEXTS:
         files.append(File.generated(config, site_path(name), content=with_links((ROOT / name).read_text(), name)))
+    for path in notebooks():
+        name = path.relative_to(ROOT).as_posix()
+        files.append(File.generated(config, site_path(name), content=as_page(path.read_text())))
     files.append(File.generated(config, "api.md", content=reference()))
     linked = {target for name in sources() for target in targets((ROOT / name).read_text(), name)}
     for target in sorted(each for each in linked if site_path(each).startswith("files/")):
@@ -80,6 +84,7 @@ def site_path(path: str) -> str:
         return "index.md"
     if path in TEXTS:
         return path.lower()
+    path = path.replace(".ipynb", ".md")
     return path.removeprefix("docs/") if path.startswith("docs/") else f"files/{path}"
 
 

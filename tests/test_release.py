@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 import fusedlayers
-from docs import release, site
+from docs import notebook, release, site
 
 yaml = pytest.importorskip("yaml", reason="PyYAML, which transformers brings, is not installed")
 
@@ -38,7 +38,8 @@ def configuration() -> dict[str, Any]:
 
 def test_the_site_has_every_page_once() -> None:
     shown = pages_of(configuration()["nav"])
-    assert sorted(shown) == sorted(["api.md", *map(site.site_path, site.sources())])
+    shown_notebooks = [path.relative_to(ROOT).as_posix() for path in notebook.notebooks()]
+    assert sorted(shown) == sorted(["api.md", *map(site.site_path, [*site.sources(), *shown_notebooks])])
     assert shown[0] == site.site_path("README.md") == "index.md"
 
 
@@ -125,8 +126,11 @@ def test_a_workflow_runs_targets_of_the_makefile(path: Path) -> None:
 
 
 def test_workflows_run_what_continuous_integration_runs() -> None:
-    found = yaml.safe_load((ROOT / ".github" / "workflows" / "tests.yml").read_text())
-    commands = {step["run"] for job in found["jobs"].values() for step in job["steps"] if "run" in step}
+    docs, found = (
+        yaml.safe_load((ROOT / ".github" / "workflows" / f"{name}.yml").read_text()) for name in ("docs", "tests")
+    )
+    jobs = [*docs["jobs"].values(), *found["jobs"].values()]
+    commands = {step["run"] for job in jobs for step in job["steps"] if "run" in step}
     run = (ROOT / ".ci" / "run").read_text()
     targets = {
         word for line in re.findall(r"^make (.*)$", run, re.MULTILINE) for word in line.split() if word[0] != "-"
