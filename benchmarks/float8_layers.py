@@ -25,7 +25,7 @@ class AdaptedFFN(FusedFFN):
     def __init__(self, columns: int, hidden: int, rank: int, **options: Any) -> None:
         super().__init__(columns, hidden, **options)
         self.requires_grad_(False)
-        made = {"bias": False, "device": self.up_proj.weight.device, "dtype": self.up_proj.weight.dtype}
+        made: dict[str, Any] = {"bias": False, "device": self.up_proj.weight.device, "dtype": self.up_proj.weight.dtype}
         self.adapters = nn.ModuleDict()
         for name in ("up_proj", "down_proj", "gate_proj"):
             linear = getattr(self, name)
@@ -34,7 +34,7 @@ class AdaptedFFN(FusedFFN):
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         assert self.gate_proj is not None
-        factors = [linear.weight for adapter in self.adapters.values() for linear in adapter]
+        factors = list(self.adapters.parameters())
         return lora_ffn(
             x, self.up_proj.weight, self.down_proj.weight, None, None, self.gate_proj.weight, None, *factors,
             activation=self.activation, up_scale=self.scale, down_scale=self.scale, gate_scale=self.scale,
