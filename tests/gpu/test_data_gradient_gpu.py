@@ -128,6 +128,7 @@ def test_layouts(layout: str, role: int) -> None:
         assert found is None
 
 
+@pytest.mark.xdist_group("large")
 @on_hopper
 def test_more_than_two_to_the_31_elements() -> None:
     rows, units, width = 2**20 + 7, 64, 2080

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -45,12 +45,6 @@ BOTH = ["sm90_hidden", "sm90_epilogue_gradient"]
 NAN = float("nan")
 
 on_hopper = pytest.mark.skipif(describe(DEVICE).backend != "sm90", reason="no Hopper GPU with Gluon")
-
-
-@pytest.fixture(autouse=True)
-def no_memory_is_kept() -> Iterator[None]:
-    yield
-    torch.cuda.empty_cache()
 
 
 @pytest.fixture

@@ -39,7 +39,6 @@ def wherever_it_can() -> Iterator[None]:
     with switched({"FUSEDLAYERS_BACKEND": "triton"}):
         yield
     forget_calls()
-    torch.cuda.empty_cache()
 
 
 def operands(size: tuple[int, int, int], gated: bool, bias: bool = True, dtype: torch.dtype = BFLOAT16) -> Any:

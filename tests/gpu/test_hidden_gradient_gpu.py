@@ -132,6 +132,7 @@ def test_nan_and_infinity_come_out_where_torch_has_them(value: float, role: str)
                 assert torch.equal(what(ours[name]), what(tensor)), f"{name}: {what.__name__}"
 
 
+@pytest.mark.xdist_group("large")
 def test_more_than_two_to_the_31_elements() -> None:
     rows, columns, out = 2**20 + 7, 2064, 32
     assert rows * columns > 2**31

@@ -6,7 +6,6 @@ a guard of its own size full of NaN: an offset that wraps around in 32 bits read
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import partial
 
 import pytest
@@ -32,13 +31,6 @@ pytestmark = [
         reason="needs a GPU with 60 GB of memory",
     ),
 ]
-
-
-@pytest.fixture(autouse=True)
-def no_memory_is_kept() -> Iterator[None]:
-    torch.cuda.empty_cache()
-    yield
-    torch.cuda.empty_cache()
 
 
 class Guards:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -34,12 +33,7 @@ MIB = 2**20
 DRAWS = 6
 
 
-@pytest.fixture(autouse=True)
-def no_memory_is_kept() -> Iterator[None]:
-    yield
-    torch.cuda.empty_cache()
-
-
+@pytest.mark.xdist_group("logits")
 @pytest.mark.parametrize("dtype", [BFLOAT16, FLOAT16, FLOAT32], ids=str)
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 @pytest.mark.parametrize("V", [32000, 50257])
@@ -83,6 +77,7 @@ def test_options(options: dict[str, Any], dtype: torch.dtype) -> None:
     assert_loss_close(*draws, rows=640, **options)
 
 
+@pytest.mark.xdist_group("logits")
 @pytest.mark.parametrize(("path", "rows"), [("chunked", 4096), ("recomputed", None)])
 def test_float16_with_a_loss_scale(path: str, rows: int | None) -> None:
     """Shares of a probability among many tokens are below the smallest float16 until the scale multiplies them."""
@@ -120,6 +115,7 @@ def test_a_graph_replays_what_is_launched(reduction: str, path: str, rows: int) 
         assert_replays_like_launched(step, list(leaves.values()), replays=20)
 
 
+@pytest.mark.xdist_group("logits")
 @pytest.mark.parametrize(
     ("sizes", "most"),
     [((8192, 4096, 128256), 2300), ((16384, 2048, 32000), 570), ((16384, 768, 50257), 670)],
@@ -143,6 +139,7 @@ def test_memory_of_a_training_step(sizes: tuple[int, int, int], most: int) -> No
     assert peak <= most, f"{peak:.0f} MiB"
 
 
+@pytest.mark.xdist_group("large")
 def test_more_than_two_to_the_31_logits() -> None:
     """All of them: chunks that are added up, and a chunk whose own logits are as many."""
     tokens, K, V = 18432, 64, 131072

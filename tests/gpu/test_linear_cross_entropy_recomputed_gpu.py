@@ -26,6 +26,7 @@ MACHINES: dict[str, dict[str, Any]] = {"all": {}, "few": {"sms": 7}, "generic": 
 
 
 # Of float32 the errors are those of cuBLAS's sums, whose order depends on the number of columns.
+@pytest.mark.xdist_group("logits")
 @pytest.mark.parametrize("dtype", [BFLOAT16, FLOAT16], ids=str)
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize("V", [32000, 50257])
@@ -122,6 +123,7 @@ def test_exact_integers(K: int, dtype: torch.dtype, machine: dict[str, Any]) -> 
                 assert torch.equal(mine, exact)
 
 
+@pytest.mark.xdist_group("logits")
 @pytest.mark.parametrize(
     ("sizes", "most"),
     [((8192, 4096, 128256), 1250), ((16384, 2048, 32000), 400), ((16384, 768, 50257), 250)],
@@ -148,6 +150,7 @@ def test_memory_of_a_training_step(sizes: tuple[int, int, int], most: int) -> No
     assert peak <= most, f"{peak:.0f} MiB"
 
 
+@pytest.mark.xdist_group("large")
 @pytest.mark.parametrize("machine", [MACHINES["all"], MACHINES["generic"]], ids=["all", "generic"])
 def test_more_than_two_to_the_31_logits(machine: dict[str, Any]) -> None:
     """And a gradient of as many elements at once: what the last tokens get is as close as torch's of them alone."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -28,12 +27,6 @@ PUBLISHED = [
     (16, 1024, 4096), (16, 4096, 14336), (64, 4096, 4096), (64, 1024, 8192),
 ]  # fmt: skip
 RAGGED = [(1, 17, 4095), (3, 100, 5000), (15, 16, 70001), (65, 129, 3333), (300, 7, 20000), (431, 767, 1001)]
-
-
-@pytest.fixture(autouse=True)
-def no_memory_is_kept() -> Iterator[None]:
-    yield
-    torch.cuda.empty_cache()
 
 
 def integers(*shape: int, dtype: torch.dtype = BFLOAT16) -> Tensor:
@@ -148,6 +141,7 @@ def test_torch_compile(size: tuple[int, int, int], monkeypatch: pytest.MonkeyPat
     assert_all_close(ours, theirs, truth)
 
 
+@pytest.mark.xdist_group("large")
 def test_rows_more_than_two_to_the_31_elements_apart() -> None:
     """Offsets of the operands and of the result have 64 bits."""
     stride = 2**31 + 8

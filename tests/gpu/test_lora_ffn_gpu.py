@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from torch import Tensor
@@ -27,10 +25,8 @@ on_hopper = pytest.mark.skipif(describe(DEVICE).backend != "sm90", reason="no Ho
 
 
 @pytest.fixture(autouse=True)
-def in_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def in_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FUSEDLAYERS_BACKEND", "triton")
-    yield
-    torch.cuda.empty_cache()
 
 
 @pytest.fixture

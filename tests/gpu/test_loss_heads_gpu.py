@@ -18,6 +18,7 @@ from tests.support import seeds
 from tests.support.operands import DEVICE, ON_GPU, assert_draws_close
 
 pytest.importorskip("transformers", reason="transformers is not installed: pip install 'fusedlayers[models]'")
+pytestmark = pytest.mark.xdist_group("logits")
 # Logits are by far the largest tensors.
 WORDS, WIDTH, TOKENS = (32768, 256, 8192) if ON_GPU else (384, 32, 40)
 # Few words make another one likely: the roundings of some logits decide its row of the gradient. Each draw is another

@@ -169,6 +169,7 @@ def test_seventy_thousand_documents() -> None:
     assert_equal(in_float64(found), truth)
 
 
+@pytest.mark.xdist_group("large")
 def test_more_than_two_to_the_31_elements_in_the_documents() -> None:
     draw = INTEGERS[BFLOAT16]
     queries = draw(2, 32, 128, dtype=FLOAT32).to(DEVICE, BFLOAT16)
@@ -189,6 +190,7 @@ def test_more_than_two_to_the_31_elements_in_the_documents() -> None:
     assert not de[:-64].any()
 
 
+@pytest.mark.xdist_group("large")
 def test_more_than_two_to_the_31_choices() -> None:
     draw = INTEGERS[BFLOAT16]
     queries = draw(1250, 32, 16, dtype=FLOAT32).to(DEVICE, BFLOAT16)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -35,12 +34,6 @@ Sizes = tuple[int, int, int, int, int]
 # copies cannot take.
 WHOLE, RAGGED, ODD = (1024, 512, 256, 8, 2), (1061, 328, 200, 8, 3), (700, 131, 77, 8, 2)
 MACHINES: dict[str, dict[str, Any]] = {"all": {}, "few": {"sms": 4}, "generic": {"backend": "generic"}}
-
-
-@pytest.fixture(autouse=True)
-def no_memory_is_kept() -> Iterator[None]:
-    yield
-    torch.cuda.empty_cache()
 
 
 @pytest.mark.parametrize("dtype", [BFLOAT16, FLOAT16, FLOAT32], ids=str)
@@ -175,6 +168,7 @@ def test_what_is_kept_and_allocated(recompute: bool) -> None:
     assert kept <= (40 if recompute else 450) * MIB
 
 
+@pytest.mark.xdist_group("large")
 def test_more_than_2_to_the_31_elements() -> None:
     """Pre-activations, rows, and weights whose offsets need 64 bits, against a loop over the experts in use."""
     if torch.cuda.get_device_properties(0).total_memory < 100 * 2**30:

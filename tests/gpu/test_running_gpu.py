@@ -77,6 +77,7 @@ def test_fused_keeps_x_and_nothing_else(gated: bool, allocated: Any) -> None:
         assert peak - after - gradients < hidden_bytes
 
 
+@pytest.mark.xdist_group("large")
 @PLAIN_OR_GATED
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 def test_recompute_never_allocates_a_hidden(gated: bool, dropout: float, allocated: Any) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -27,12 +27,6 @@ RAGGED = [(1, 8, 8), (63, 136, 264), (65, 520, 72), (1000, 8, 1032), (4099, 328,
 NAN = float("nan")
 
 on_hopper = pytest.mark.skipif(describe(DEVICE).backend != "sm90", reason="no Hopper GPU with Gluon")
-
-
-@pytest.fixture(autouse=True)
-def no_memory_is_kept() -> Iterator[None]:
-    yield
-    torch.cuda.empty_cache()
 
 
 @pytest.fixture
@@ -172,6 +166,7 @@ def test_nan_and_infinity_come_out_where_torch_has_them(value: float, where: str
             assert torch.equal(what(ours[name]), what(tensor)), f"{name}: {what.__name__}"
 
 
+@pytest.mark.xdist_group("large")
 @on_hopper
 @pytest.mark.parametrize("role", ["dy", "x"])
 def test_more_than_two_to_the_31_elements(role: str, launched: list[str]) -> None:
@@ -193,6 +188,7 @@ def test_more_than_two_to_the_31_elements(role: str, launched: list[str]) -> Non
     assert launched == ["sm90", "generic"]
 
 
+@pytest.mark.xdist_group("large")
 @on_hopper
 def test_a_gradient_of_more_than_two_to_the_31_elements() -> None:
     rows, out, width = 64, 2**16 + 8, 2**15 + 8
