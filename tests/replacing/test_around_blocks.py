@@ -1,11 +1,9 @@
-"""What a block does around its FFN that another one than its author wrote would do otherwise: left, or right."""
+"""What a block does around its FFN and no statement of ``tests/support/hostile*.py`` does: left, or right."""
 
 from __future__ import annotations
 
-import contextlib
 import copy
-import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -21,170 +19,7 @@ WIDTH, UNITS = 8, 32
 class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.up, self.down, self.scale = nn.Linear(WIDTH, UNITS), nn.Linear(UNITS, WIDTH), 1.0
-
-
-class LoopThatReturns(Block):
-    def forward(self, x: Tensor, rounds: int = 0) -> Tensor:
-        h = F.relu(self.up(x))
-        y = self.down(h)
-        for _ in range(rounds):
-            return x + y
-        return h.abs().mean()
-
-
-class OwnMode(Block):
-    @contextlib.contextmanager
-    def scaled(self, scale: float) -> Iterator[None]:
-        old, self.scale = self.scale, scale
-        try:
-            yield
-        finally:
-            self.scale = old
-
-    def forward(self, x: Tensor) -> Tensor:
-        with self.scaled(2.0):
-            return x + self.down(F.gelu(self.up(x)) * self.scale)
-
-
-class WritesInExcept(Block):
-    def forward(self, x: Tensor) -> Tensor:
-        try:
-            x.view(7, 7)
-        except RuntimeError:
-            self.scale = 2.0
-        y = x + self.down(F.gelu(self.up(x)) * self.scale)
-        self.__dict__["scale"] = 1.0
-        return y
-
-
-class WritesInFinally(Block):
-    def forward(self, x: Tensor) -> Tensor:
-        for _ in range(2):
-            try:
-                x = x + self.down(F.gelu(self.up(x)) * self.scale)
-            finally:
-                self.scale = self.scale / 2
-        self.__dict__["scale"] = 1.0
-        return x
-
-
-class WritesInElse(Block):
-    def forward(self, x: Tensor, more: Sequence[Tensor] = ()) -> Tensor:
-        for each in more:
-            x = x + each
-        else:
-            self.scale = 2.0
-        y = x + self.down(F.gelu(self.up(x)) * self.scale)
-        self.__dict__["scale"] = 1.0
-        return y
-
-
-class WritesInMatch(Block):
-    def forward(self, x: Tensor) -> Tensor:
-        match x.dim():
-            case 3:
-                self.scale = 2.0
-        y = x + self.down(F.gelu(self.up(x)) * self.scale)
-        self.__dict__["scale"] = 1.0
-        return y
-
-
-class WithPrepare(Block):
-    def prepare(self, scale: float) -> None:
-        self.scale = scale
-
-
-class SuperWrites(WithPrepare):
-    def prepare(self, scale: float) -> None:
-        raise AssertionError
-
-    def forward(self, x: Tensor) -> Tensor:
-        super().prepare(2.0)
-        y = x + self.down(F.gelu(self.up(x)) * self.scale)
-        super().prepare(1.0)
-        return y
-
-
-class WritesBelow(Block):
-    def forward(self, x: Tensor) -> Tensor:
-        self.__dict__["scale"] = 2.0
-        y = x + self.down(F.gelu(self.up(x)) * self.scale)
-        self.__dict__["scale"] = 1.0
-        return y
-
-
-class OtherName(Block):
-    def __init__(self) -> None:
-        super().__init__()
-        self.options = types.SimpleNamespace(scale=1.0)
-        self.same = self.options
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.same.scale = 2.0
-        y = x + self.down(F.gelu(self.up(x)) * self.options.scale)
-        self.same.scale = 1.0
-        return y
-
-
-class Deletes(Block):
-    flag = False
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.flag = True
-
-    def forward(self, x: Tensor) -> Tensor:
-        if "flag" in self.__dict__:
-            del self.flag
-        y = x + self.down((F.gelu if self.flag else F.relu)(self.up(x)))
-        self.__dict__["flag"] = True
-        return y
-
-
-class Router(nn.Module):
-    """With a block of its own inside, so that nobody follows its call."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner, self.gain = nn.Sequential(nn.Sequential(nn.Linear(WIDTH, WIDTH))), 1.0
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.gain = 2.0
-        return x
-
-
-class ChildWrites(Block):
-    def __init__(self) -> None:
-        super().__init__()
-        self.router = Router()
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.router(x)
-        return x + self.down(F.gelu(self.up(x)) * self.router.gain)
-
-
-def anneal(block: Any) -> None:
-    block.__dict__["scale"] = block.scale / 2
-
-
-class WritesBetweenRounds(Block):
-    def forward(self, x: Tensor, rounds: int = 3) -> Tensor:
-        for _ in range(rounds):
-            x = x + self.down(F.gelu(self.up(x)) * self.scale)
-            anneal(self)
-        self.__dict__["scale"] = 1.0
-        return x
-
-
-class EmptyList(Block):
-    def __init__(self) -> None:
-        super().__init__()
-        self.extra = nn.ModuleList()
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.up(x)
-        return x + self.down(F.gelu(h) if self.extra else F.relu(h))
+        self.up, self.down = nn.Linear(WIDTH, UNITS), nn.Linear(UNITS, WIDTH)
 
 
 class AsksClass(Block):
@@ -210,10 +45,7 @@ class NamedLikeAFunction(Block):
         return x + self.down(F.gelu(self.up(x)))
 
 
-BLOCKS = [kind for kind in (*Block.__subclasses__(), SuperWrites) if kind is not WithPrepare]
-
-
-@pytest.mark.parametrize("kind", BLOCKS, ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("kind", [AsksClass, AsksNameOfClass, NamedLikeAFunction], ids=lambda kind: kind.__name__)
 def test_the_block_computes_what_its_author_wrote(kind: type[Block]) -> None:
     torch.manual_seed(0)
     original, x = kind(), torch.randn(2, 3, WIDTH)
@@ -387,3 +219,20 @@ def test_what_chose_the_activation_may_change(kind: Any) -> None:
     original.change()
     block.change()
     torch.testing.assert_close(block(x), original(x))
+
+
+class Cast(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.gelu(self.up(x.to(self.up.weight.dtype))))
+
+
+class InFloat32(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.gelu(self.up(x.float())))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
+@pytest.mark.parametrize("kind", [Cast, InFloat32])
+def test_an_input_that_is_cast_first_may_have_another_dtype(kind: type[Block], dtype: torch.dtype) -> None:
+    original, x = kind(), torch.randn(2, 3, WIDTH, dtype=dtype)
+    torch.testing.assert_close(replaced(copy.deepcopy(original))(x), original(x))

@@ -1,4 +1,4 @@
-"""Blocks whose forward takes one tensor in another way than usual."""
+"""Blocks whose forward takes one tensor in another way than usual, or options beside it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-import fusedlayers as fl
+from tests.support.ffn_blocks import replaced
 
 WIDTH, UNITS = 8, 32
 
@@ -46,15 +46,54 @@ class Several(Block):
         return self.down(F.gelu(self.up(xs[0])))
 
 
-CASES: list[tuple[type[Block], dict[str, Any]]] = [(kind, {}) for kind in Block.__subclasses__()]
+class FactorOrOne(Block):
+    def forward(self, x: Tensor, scale: float | None = None) -> Tensor:
+        return x + self.down(F.gelu(self.up(x)) * (scale or 1.0))
 
 
-@pytest.mark.parametrize(("kind", "given"), [*CASES, (WithAnOption, {"scale": 2.0})])
-def test_forwards_that_take_one_tensor(kind: type[Block], given: dict[str, Any]) -> None:
+class Probability(Block):
+    def forward(self, x: Tensor, p: float = 0.0) -> Tensor:
+        torch.manual_seed(1)
+        return x + self.down(F.dropout(F.gelu(self.up(x)), p, True))
+
+
+class Power(Block):
+    def forward(self, x: Tensor, *, power: int = 2) -> Tensor:
+        return x + self.down(F.relu(self.up(x)) ** power)
+
+
+class Updated(Block):
+    def forward(self, x: Tensor, **options: float) -> Tensor:
+        given = {"scale": 1.0}
+        given.update(options)
+        return x + self.down(F.gelu(self.up(x)) * given["scale"])
+
+
+class Matched(Block):
+    def forward(self, x: Tensor, mode: tuple[str, float] = ("scaled", 2.0)) -> Tensor:
+        scale = 1.0
+        match mode:
+            case ("scaled", scale):
+                pass
+        return x + self.down(F.gelu(self.up(x)) * scale)
+
+
+OPTIONS: dict[type[Block], dict[str, Any]] = {
+    WithAnOption: {"scale": 2.0}, FactorOrOne: {"scale": 3.0}, Probability: {"p": 0.5}, Power: {"power": 3},
+    Updated: {"scale": 3.0}, Matched: {"mode": ("other", 3.0)},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", Block.__subclasses__())
+def test_forwards_that_take_one_tensor(kind: type[Block]) -> None:
+    """Computed as the author wrote it, without options and with them."""
     torch.manual_seed(0)
     original, x = kind(), torch.randn(2, 3, WIDTH)
-    block = copy.deepcopy(original)
-    assert fl.replace(block).replaced
-    args, options = ((), {"x": x, **given}) if kind is KeywordOnly else ((x,), given)
-    for _ in range(2):
-        torch.testing.assert_close(block(*args, **options), original(*args, **options))
+    block = replaced(copy.deepcopy(original))
+    if kind in (PositionalOnly, SelfToo, WithAnOption, KeywordOnly, Several):
+        assert type(block) is not kind
+    args, tensors = ((), {"x": x}) if kind is KeywordOnly else ((x,), {})
+    for options in ({}, OPTIONS.get(kind, {})):
+        for _ in range(2):
+            expected = original(*args, **tensors, **options)
+            torch.testing.assert_close(block(*args, **tensors, **options), expected)

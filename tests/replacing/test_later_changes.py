@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.nn import ReLU
 
 import fusedlayers as fl
-from tests.replacing.test_on_the_way import UNITS, WIDTH, Block, replaced
+from tests.replacing.test_around_blocks import UNITS, WIDTH, Block
+from tests.support.ffn_blocks import replaced
 
 
 class Swish(nn.Module):
