@@ -144,12 +144,6 @@ def test_the_report(name: str) -> None:
     assert (entries[0].plan, entries[0].why_no_kernels is None) == ("torch", False)
 
 
-def test_modules_alike_have_one_line() -> None:
-    report = fl.replace(build("Mixtral"), loss=False)
-    assert "2 × MixtralExperts -> FusedMixtralExperts" in str(report)
-    assert "model.layers.*.mlp.experts" in str(report)
-
-
 def test_they_are_found_once() -> None:
     model = build("Mixtral")
     replaced(model)

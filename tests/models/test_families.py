@@ -113,36 +113,6 @@ def test_dropout_draws_the_same_numbers(name: str) -> None:
     assert not torch.equal(family.results(model.eval(), inputs)["logits"], theirs["logits"])
 
 
-@pytest.mark.parametrize("name", ["Llama", "BERT", "Whisper"])
-def test_gradient_checkpointing_stays(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every FFN runs once forward, and again in the backward pass."""
-    family = installed(name)
-    model, inputs = family.build().train(), family.inputs()
-    # The newer name of the method, where there is one: the older one warns there.
-    enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
-    enable()
-    with seeded_dropout():
-        theirs = family.results(model, inputs)
-    calls = count_fused_calls(monkeypatch)
-    _replaced(model, family, norm=False)
-    with seeded_dropout():
-        assert_same(family.results(model, inputs), theirs)
-    assert len(calls) == 2 * family.count
-
-
-@pytest.mark.parametrize("name", ["GPT-2", "BERT", "Whisper"])
-def test_copies_are_fused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    family = installed(name)
-    model, inputs = family.build().eval(), family.inputs()
-    _replaced(model, family)
-    ours = family.results(model, inputs)
-    calls = count_fused_calls(monkeypatch)
-    twin = copy.deepcopy(model)
-    assert_same(family.results(twin, inputs), ours)
-    assert len(calls) == family.count
-    twin.load_state_dict(family.build().state_dict(), strict=True)
-
-
 def test_generation_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     """With a cache of keys and values, so that all but the first call have one token."""
     family = installed("Llama")

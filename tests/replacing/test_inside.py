@@ -17,7 +17,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fusedlayers as fl
-from fusedlayers.replacing import FFNRule
 from tests.support.ffn_blocks import (
     Layer,
     TaggedTensor,
@@ -26,7 +25,6 @@ from tests.support.ffn_blocks import (
     pair,
     pickled,
     results,
-    seeded_dropout,
 )
 
 
@@ -332,30 +330,3 @@ def test_compiled(kind: type[nn.Module]) -> None:
     theirs = results(own, x)
     for name, tensor in results(twin, x, call=lambda *inputs: compiled(*inputs)).items():
         torch.testing.assert_close(tensor, theirs[name])
-
-
-def test_xlnet_in_training() -> None:
-    """One dropout serves the hidden and the result."""
-    modeling = pytest.importorskip("transformers.models.xlnet.modeling_xlnet")
-    config = modeling.XLNetConfig(vocab_size=31, d_model=12, n_layer=2, n_head=2, d_inner=20, dropout=0.0)
-    inside = FFNRule(
-        modeling.XLNetFeedForward, up="layer_1", down="layer_2", activation="activation_function", dropout="dropout",
-        inside="forward",
-    )  # fmt: skip
-    torch.manual_seed(0)
-    own = modeling.XLNetModel(config).train()
-    twin = copy.deepcopy(own)
-    assert len(fl.replace(twin, rules=[inside]).replaced) == 2
-    tokens = torch.randint(31, (2, 7))
-    for p in (0.0, 0.5):
-        gradients = []
-        for model in (own, twin):
-            for module in model.modules():
-                if isinstance(module, nn.Dropout):
-                    module.p = p
-            model.zero_grad()
-            torch.manual_seed(1)
-            with seeded_dropout():
-                model(tokens).last_hidden_state.square().mean().backward()
-            gradients.append({name: parameter.grad for name, parameter in model.named_parameters()})
-        torch.testing.assert_close(*gradients)

@@ -73,49 +73,12 @@ def test_a_norm_of_float64_stays() -> None:
     assert entry.reason == "it is a norm, but its own forward runs in torch.float64"
 
 
-# What shows for some values, shapes or modes alone, or changes gradients alone: x is what is normalised, y the result.
-HOSTILE = [
-    "y = y.clamp(-20, 20)",
-    "y = torch.clamp(y, max=1e9)",
-    "y = torch.nan_to_num(y)",
-    "y = y if y.shape[0] < 512 else y * 0",
-    "if x.shape[0] == 1: y = y * 2",
-    "if x.dim() > 3: y = y * 2",
+# What ``tests/support/hostile*.py`` does not insert into norms: other shapes, another dimension, the norm's own eps.
+STATEMENTS = [
     "if x.ndim > 3: y = y * 2",
-    "if x.numel() > 3000: y = y * 2",
-    "if len(x) > 64: y = y * 2",
-    "if not torch.is_grad_enabled(): y = y * 2",
-    "if torch.is_inference_mode_enabled(): y = y * 2",
-    "if not x.requires_grad: y = y * 2",
-    "if not self.weight.requires_grad: y = y * 2",
-    "if x.grad_fn is None: y = y * 2",
-    "if self.weight.grad is None: y = y * 2",
-    "if x.is_leaf: y = y * 2",
-    "if self.training: y = y * 2",
-    "if x.device.type == 'cuda': y = y * 2",
-    "if isinstance(x, nn.Parameter): y = y * 2",
-    "if torch.is_autocast_enabled('cpu'): y = y * 2",
-    "if torch.rand(()) < 0.1: y = y * 2",
-    "if float(x.abs().max()) > 1e4: y = y * 2",
-    "while x.abs().max() > 1e4: y = y / 2",
-    "y = y + torch.randn_like(y) * 0",
-    "y = y * len(SWITCHES)",
-    "y = 2 * y - y.detach()",
-    "y = y.data * 1",
-    "y = y.half().to(y.dtype)",
-    "y = 1e4 * torch.tanh(y / 1e4)",
-    "y = y.flip(0)",
-    "y[0] = 0",
     "y = y.squeeze()",
     "y = y.view(-1)",
-    "y = y + 1e-3",
     "y = y - y.mean(-1, keepdim=True)",
-    "self.kept = y",
-    "print(y.shape)",
-    "x.fill_(1)",
-    "with torch.no_grad(): y = y * 1",
-    "try: y = y * self.extra\nexcept AttributeError: pass",
-    "y = (lambda z: z)(y)",
     "y = y * self.variance_epsilon",
 ]
 
@@ -138,7 +101,7 @@ class Written(Llama):
     return space["Written"]
 
 
-@pytest.mark.parametrize("statement", HOSTILE)
+@pytest.mark.parametrize("statement", STATEMENTS)
 def test_a_statement_that_may_change_a_result_ends_it(statement: str) -> None:
     norm = written(statement)()
     [entry] = fl.replace(norm).skipped
@@ -146,13 +109,6 @@ def test_a_statement_that_may_change_a_result_ends_it(statement: str) -> None:
     line = ast.unparse(ast.parse(statement)).splitlines()[0]
     computed = entry.reason.startswith("it looks like a norm, but computes ")
     assert computed or entry.reason.endswith(f" in `{line}`")
-
-
-@pytest.mark.parametrize(
-    "statement", ["pass", "'A text.'", "z = y; y = z", "y = y * 1.0", "assert self.variance_epsilon > 0"]
-)
-def test_a_statement_that_changes_nothing_is_read(statement: str) -> None:
-    assert fl.replace(written(statement)()).replaced
 
 
 def test_a_branch_on_dtypes_is_read_for_each() -> None:

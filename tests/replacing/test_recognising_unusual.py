@@ -23,7 +23,7 @@ class Config:
     scale = 1.0
 
     def __init__(self) -> None:
-        self.flag, self.calls = False, [0]
+        self.flag = False
 
 
 class Block(nn.Module):
@@ -31,11 +31,7 @@ class Block(nn.Module):
         super().__init__()
         self.fc1, self.fc2, self.act = nn.Linear(K, N), nn.Linear(N, K), act or nn.SiLU()
         self.limit: float | None = None
-        self.config, self.seen, self.rate = Config(), [], 0.0
-
-    def ffn(self, x: Tensor) -> Tensor:
-        y: Tensor = self.fc2(self.act(self.fc1(x)))
-        return y
+        self.config, self.rate = Config(), 0.0
 
     def forward(self, x: Tensor) -> Any:
         return self.fc2(self.act(self.fc1(x)))
@@ -55,34 +51,17 @@ def double(y: Tensor, when: bool) -> Tensor:
     return y * 2 if when else y
 
 
-def clamped(self: Any, x: Tensor) -> Tensor:
-    y: Tensor = self.fc2(self.act(self.fc1(x)))
-    return y.clamp(-0.01, 0.01) if y.dtype is torch.float16 else y
-
-
-def widened(self: Any, x: Tensor) -> Tensor:
-    y: Tensor = self.fc2(self.act(self.fc1(x)))
-    return y.float()
-
-
-BLOCKS: dict[str, tuple[Callable[[Any, Tensor], Any], Tensor]] = {
-    "rank": (lambda self, x: double(self.fc2(self.act(self.fc1(x))), x.dim() == 2), torch.randn(3, K)),
-    "rows": (lambda self, x: double(self.fc2(self.act(self.fc1(x))), x.shape[0] > 3), torch.randn(4, 1, K)),
-    "value": (lambda self, x: double(self.fc2(self.act(self.fc1(x))), bool(x.max() > 1e5)), torch.full((2, K), 1e6)),
-    "limit": (lambda self, x: self.fc2(self.act(self.fc1(x))).clamp(-1e6, 1e6), torch.full((2, K), 1e9)),
-    "half": (clamped, torch.randn(2, K).half()),
-    "dtype": (widened, torch.randn(2, K).half()),
-    "gradient": (lambda self, x: double(self.fc2(self.act(self.fc1(x))), x.requires_grad), torch.randn(2, 3, K)),
-    "modes": (lambda self, x: double(self.fc2(self.act(self.fc1(x))), torch.is_grad_enabled()), torch.randn(2, 3, K)),
+RESULTS: dict[str, tuple[Callable[[Any, Tensor], Any], Tensor]] = {
+    "dtype": (lambda self, x: self.fc2(self.act(self.fc1(x))).float(), torch.randn(2, K).half()),
     "tuple": (lambda self, x: (self.fc2(self.act(self.fc1(x))),), torch.randn(2, 3, K)),
     "nothing": (lambda self, x: (self.fc2(self.act(self.fc1(x))), None), torch.randn(2, 3, K)),
     "dict": (lambda self, x: {"y": self.fc2(self.act(self.fc1(x)))}, torch.randn(2, 3, K)),
 }
 
 
-@pytest.mark.parametrize("name", BLOCKS)
-def test_what_a_forward_does_with_other_inputs_is_done(name: str) -> None:
-    forward, x = BLOCKS[name]
+@pytest.mark.parametrize("name", RESULTS)
+def test_a_forward_with_another_kind_of_result_gives_it(name: str) -> None:
+    forward, x = RESULTS[name]
     block = block_with(forward).to(x.dtype)
     twin = copy.deepcopy(block)
     replaced(block)
@@ -204,22 +183,6 @@ def test_blocks_that_differ_in_a_private_option_are_told_apart() -> None:
     model = nn.ModuleList([Block(Swish()), Block(Swish(1.5)), Block(Swish(1.702))])
     assert [entry.path for entry in fl.replace(model).replaced] == ["0", "2"]
     assert [torch_module_activation(block.act) for block in model] == ["silu", None, "quick_gelu"]
-
-
-class Counting(Block):
-    def forward(self, x: Tensor) -> Tensor:
-        self.config.calls[0] += 1
-        self.config.flag = not self.config.flag
-        return self.ffn(x)
-
-
-def test_a_trial_changes_nothing_that_lies_deeper_in_the_block() -> None:
-    block = Counting()
-    replaced(block)
-    assert (block.config.calls, block.config.flag) == ([0], False)
-    for _ in range(4):
-        block(torch.randn(2, K))
-    assert block.config.calls == [4]
 
 
 def switching(self: Any, x: Tensor) -> Tensor:

@@ -17,7 +17,6 @@ from fusedlayers.replacing import FFNRule
 from tests.support.ffn_blocks import (
     GatedBlock,
     LowRank,
-    TaggedTensor,
     assert_same,
     count_fused_calls,
     mlp,
@@ -125,14 +124,6 @@ def test_an_ffn_inside_a_method_is_fused(layer: str, training: bool, fused_calls
     assert len(fused_calls) == 4
 
 
-@each_layer
-def test_explain_speaks_of_the_ffn_inside(layer: str) -> None:
-    build, rule = INSIDE[layer]
-    model = build()
-    fl.replace(model, rules=[rule])
-    assert "M=6 (tokens) K=6 (d_model) N=10 (d_ff) O=6" in fl.explain(model, torch.randn(2, 3, 6), details=True)
-
-
 @pytest.mark.parametrize("p", [0, 1])
 def test_a_dropout_may_be_a_whole_number(p: int, fused_calls: list[float]) -> None:
     model, x = Layer(p=p), torch.randn(3, 6)
@@ -154,18 +145,6 @@ def test_the_method_runs_with_its_own_arguments_and_keeps_what_it_writes(fused_c
     assert model.seen == 2
     assert "seen" in vars(model)
     assert fused_calls == [0.0]
-
-
-@each_layer
-def test_inside_a_method_tensors_that_are_not_plain_go_through_the_children(
-    layer: str, fused_calls: list[float]
-) -> None:
-    build, rule = INSIDE[layer]
-    model, x = build().eval(), torch.randn(3, 6).as_subclass(TaggedTensor)
-    theirs = model(x)
-    fl.replace(model, rules=[rule])
-    assert torch.equal(model(x), theirs)
-    assert not fused_calls
 
 
 # What can happen to a layer with an FFN inside, and what the reason must say.
