@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import functools
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import replace
 from importlib import import_module
 from typing import Any
@@ -21,7 +20,6 @@ from fusedlayers.bench.cases import ALL, Case, Draw
 from fusedlayers.functional.operation import OPERATIONS
 from fusedlayers.kernels import gemm_gemm
 from fusedlayers.replacing import FFNRule
-from tests.support import seeds
 from tests.support.ffn_blocks import BLOCKS, GatedBlock, mlp, rule_for
 from tests.support.operands import DEVICE, infinities, needs_kernels
 
@@ -31,100 +29,28 @@ def normal(*shape: int, **options: Any) -> Tensor:
 
 
 TORCH_ALONE = "This call runs torch's own operations, so nothing of this library's kernels was proven."
-# Whatever was drawn by files that are imported before this one.
-seeds.start_over()
-CALLS: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...], dict[str, Any], set[str]]] = {
-    "ffn": (
-        functional.ffn,
-        (normal(40, 24), normal(64, 24) / 5, normal(16, 64) / 8),
-        {"activation": "silu", "recompute": True},
-        {"y", "d x", "d w_up", "d w_down"},
-    ),
-    "gemm_gemm": (
-        functional.gemm_gemm,
-        (normal(2, 40, 24), normal(2, 24, 33), normal(2, 33, 8)),
-        {"activation": "relu"},
-        {"y", "d a", "d b", "d c"},
-    ),
-    "gemm_reduce": (
-        functional.gemm_reduce,
-        (normal(2, 40, 24), normal(2, 24, 33)),
-        {"op": "max", "dim": -1, "lengths": torch.tensor([33, 7])},
-        {"y", "d a", "d b"},
-    ),
-    "maxsim": (functional.maxsim, (normal(3, 5, 24), normal(4, 9, 24)), {}, {"y", "d queries", "d documents"}),
-    "weight_gradient": (
-        functional.weight_gradient,
-        (normal(40, 24), normal(40, 33)),
-        {},
-        {"y[0]", "y[1]", "d dy", "d x"},
-    ),
-    "hidden_gradient": (
-        functional.hidden_gradient,
-        (normal(40, 24), normal(24, 33), normal(40, 33)),
-        {"activation": "gelu"},
-        {"y[0]", "y[2]", "d dy", "d w_down", "d z"},
-    ),
-    "linear_cross_entropy": (
-        functional.linear_cross_entropy,
-        (normal(40, 24), normal(33, 24) / 5, torch.arange(40) % 33),
-        {"reduction": "none"},
-        {"y", "d input", "d linear_weight"},
-    ),
-    "linear_log_probs": (
-        functional.linear_log_probs,
-        (normal(40, 24), normal(33, 24) / 5, torch.arange(40) % 33),
-        {"return_entropy": True},
-        {"y[0]", "y[1]", "d input", "d linear_weight"},
-    ),
-    "moe_ffn": (
-        functional.moe_ffn,
-        (normal(40, 24), torch.arange(80).view(40, 2) % 3, normal(40, 2), normal(3, 40, 24) / 5, normal(3, 24, 20) / 5),
-        {"gate_and_up": "concatenated"},
-        {"y", "d x", "d top_k_weights", "d w_up", "d w_down"},
-    ),
-    "lora_ffn": (
-        functional.lora_ffn,
-        (
-            *(normal(40, 24), normal(64, 24) / 5, normal(16, 64) / 8, normal(64), normal(16), normal(64, 24) / 5),
-            *(normal(64), normal(4, 24) / 5, normal(64, 4), normal(8, 64) / 8, normal(16, 8)),
-        ),
-        {"activation": "silu", "up_scale": 2.0},
-        {
-            *("y", "d x", "d w_up", "d w_down", "d b_up", "d b_down", "d w_gate", "d b_gate"),
-            *("d up_a", "d up_b", "d down_a", "d down_b"),
-        },
-    ),
-}
-# The paths of kernels that are called otherwise.
-PATHS = {
-    "lora_ffn": "epilogue",
-    "moe_ffn": "epilogue",
-}
+each_case = pytest.mark.parametrize("case", ALL.values(), ids=lambda case: case.name)
 
 
-@pytest.mark.parametrize("name", CALLS)
-def test_every_public_function_is_green_on_its_path_here(name: str) -> None:
-    function, inputs, options, tensors = CALLS[name]
-    found = fl.verify(function, *inputs, **options)
-    assert found.ok, found
-    assert {verdict.name for verdict in found.verdicts} == tensors
-    assert sum(found.paths.values()) == 1
-
-
-def test_linear_is_green() -> None:
-    found = fl.verify(functional.linear, normal(40, 24), normal(33, 24), normal(33), activation="relu")
-    assert found.ok, found
-    assert {verdict.name for verdict in found.verdicts} == {"y", "d x", "d weight", "d bias"}
-    assert fl.verify(fl.SplitKLinear(24, 33), normal(40, 24)).ok
-
-
-@pytest.mark.parametrize("case", ALL.values(), ids=lambda case: case.name)
-def test_every_operation_is_green_on_the_inputs_of_its_benchmark_case(case: Case) -> None:
+def verified(case: Case, dtype: torch.dtype) -> tuple[verifying.Verification, dict[str, Tensor]]:
+    """The operation of a benchmark case on the inputs of its first trial."""
     trial = case.few_trials[0]
-    inputs = case.inputs(trial.shape, trial.options, Draw(torch.float32, torch.device(DEVICE)))
-    found = fl.verify(getattr(functional, case.operation), **inputs, **case.our_keywords(trial.options))
+    inputs = case.inputs(trial.shape, trial.options, Draw(dtype, torch.device(DEVICE)))
+    for tensor in inputs.values():
+        tensor.requires_grad_(tensor.is_floating_point())
+    return fl.verify(getattr(functional, case.operation), **inputs, **case.our_keywords(trial.options)), inputs
+
+
+@each_case
+def test_every_operation_is_green_on_the_inputs_of_its_benchmark_case(case: Case) -> None:
+    """Its results and the gradients of all of its operands."""
+    found, inputs = verified(case, torch.float32)
     assert found.ok, found
+    names = {verdict.name for verdict in found.verdicts}
+    operands = {f"d {name}" for name, tensor in inputs.items() if tensor.is_floating_point()}
+    assert {name for name in names if name.startswith("d ")} == operands
+    assert names - operands
+    assert sum(found.paths.values()) == 1
 
 
 def test_every_public_function_is_an_operation_with_a_benchmark_case() -> None:
@@ -133,16 +59,15 @@ def test_every_public_function_is_an_operation_with_a_benchmark_case() -> None:
 
 @needs_kernels
 @infinities
-@pytest.mark.parametrize("name", CALLS)
-def test_every_public_function_is_green_in_its_kernels(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    function, inputs, options, _ = CALLS[name]
+@each_case
+def test_every_operation_is_green_in_its_kernels(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FUSEDLAYERS_BACKEND", "triton")
-    given = (tensor.to(DEVICE, torch.float16 if tensor.is_floating_point() else None) for tensor in inputs)
-    found = fl.verify(function, *given, **options)
+    found, _ = verified(case, torch.float16)
     assert found.ok, found
-    path = PATHS.get(name, "fused")
-    assert found.paths == {f"{name} {path}": 1}
-    assert f"{name} {path} x 1" in str(found)
+    [(path, count)] = found.paths.items()
+    assert (path.split()[0], count) == (case.operation, 1)
+    assert path != f"{case.operation} torch"
+    assert f"{path} x 1" in str(found)
     assert TORCH_ALONE not in str(found)
 
 
