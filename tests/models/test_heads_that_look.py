@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import fusedlayers as fl
 from fusedlayers.replacing.loss.lazy_logits import LazyLogits
 from tests.models.loss_heads import build, in_kernels, replaced, text
+from tests.support.written import written
 
 pytest.importorskip("transformers", reason="transformers is not installed: pip install 'fusedlayers[models]'")
 
@@ -34,131 +35,52 @@ def capped(logits: Any, cap: float) -> Any:
     return cap * torch.tanh(logits / cap)
 
 
-class Looking:
-    """Forwards that look at what stands in for the model, its last layer or its logits."""
+class Methods:
+    """What forwards of the models here may use."""
 
-    factor = 2.0
-
-    def layer(self: Any, words: Tensor, labels: Tensor) -> Any:
-        logits = self.lm_head(self.model(input_ids=words).last_hidden_state)
-        if isinstance(self.lm_head, nn.Linear):
-            logits = logits * 2
-        return self.loss_function(logits, labels, self.config.vocab_size), logits
-
-    def layer_by_another_name(self: Any, words: Tensor, labels: Tensor) -> Any:
-        head = self.lm_head
-        logits = head(self.model(input_ids=words).last_hidden_state)
-        if type(head) is nn.Linear:
-            logits = logits * 2
-        return self.loss_function(logits, labels, self.config.vocab_size), logits
-
-    def logits(self: Any, words: Tensor, labels: Tensor) -> Any:
-        logits = self.lm_head(self.model(input_ids=words).last_hidden_state).float()
-        if isinstance(logits, Tensor):
-            logits = logits * 2
-        return self.loss_function(logits, labels, self.config.vocab_size), logits
-
-    def logits_by_torch(self: Any, words: Tensor, labels: Tensor) -> Any:
-        logits = scaled = self.lm_head(self.model(input_ids=words).last_hidden_state)
-        if torch.is_tensor(scaled / 2):
-            logits = scaled * 2
-        return self.loss_function(logits, labels, self.config.vocab_size), logits
-
-    def logits_in_a_function(self: Any, words: Tensor, labels: Tensor) -> Any:
-        logits = doubled_if_tensor(self.lm_head(self.model(input_ids=words).last_hidden_state))
-        return self.loss_function(logits, labels, self.config.vocab_size), logits
-
-    def logits_in_a_method(self: Any, words: Tensor, labels: Tensor) -> Any:
-        logits = self.doubled(self.lm_head(self.model(input_ids=words).last_hidden_state))
-        return self.loss_function(logits, labels, self.config.vocab_size), logits
-
-    def logits_matched(self: Any, words: Tensor, labels: Tensor) -> Any:
-        logits = self.lm_head(self.model(input_ids=words).last_hidden_state)
-        self.kept = logits
-        match logits:
-            case Tensor():
-                logits = logits * 2
-        return self.loss_function(logits, labels, self.config.vocab_size), logits
-
-    def itself(self: Any, words: Tensor, labels: Tensor) -> Any:
-        assert isinstance(self, nn.Module)
-        logits = self.lm_head(self.model(input_ids=words).last_hidden_state)
-        return self.loss_function(logits, labels, self.config.vocab_size), logits
-
-    def its_class(self: Any, words: Tensor, labels: Tensor) -> Any:
-        logits = self.lm_head(self.model(input_ids=words).last_hidden_state) * self.__class__.factor
-        return self.loss_function(logits, labels, self.config.vocab_size), logits
-
-    def its_type(self: Any, words: Tensor, labels: Tensor) -> Any:
-        logits = self.lm_head(self.model(input_ids=words).last_hidden_state) * type(self).factor
-        return self.loss_function(logits, labels, self.config.vocab_size), logits
-
-    def its_attributes(self: Any, words: Tensor, labels: Tensor) -> Any:
-        logits = self.lm_head(self.model(input_ids=words).last_hidden_state)
-        logits = logits * 2 if "_modules" in vars(self) else logits
-        return self.loss_function(logits, labels, self.config.vocab_size), logits
-
-    def a_key(self: Any, words: Tensor, labels: Tensor) -> Any:
-        logits = self.lm_head(self.model(input_ids=words).last_hidden_state) * TABLE[self]
-        return self.loss_function(logits, labels, self.config.vocab_size), logits
-
-    def another_loss(self: Any, words: Tensor, labels: Tensor) -> Any:
-        logits = self.lm_head(self.model(input_ids=words).last_hidden_state)
-        own, self.loss_function = self.loss_function, lambda *args: args[0].sum()
-        loss = self.loss_function(logits, labels, self.config.vocab_size)
-        self.loss_function = own
-        return loss, logits
+    factor, loss_type = 2.0, "ForCausalLM"
 
     def doubled(self, logits: Any) -> Any:
-        return logits * 2 if isinstance(logits, Tensor) else logits
-
-
-class Using:
-    """Forwards that look at nothing."""
-
-    def deleted(self: Any, words: Tensor, labels: Tensor) -> Any:
-        logits = self.lm_head(self.model(input_ids=words).last_hidden_state)
-        self.kept = 1
-        del self.kept
-        return self.loss_function(logits, labels, self.config.vocab_size), logits
-
-    def by_a_function(self: Any, words: Tensor, labels: Tensor) -> Any:
-        head = self.lm_head
-        logits = capped(head(self.model(input_ids=words).last_hidden_state), cap=3.0)
-        return self.loss_function(logits, labels, self.config.vocab_size), logits
-
-    def by_a_method(self: Any, words: Tensor, labels: Tensor) -> Any:
-        logits = self.halved(self.lm_head(self.model(input_ids=words).last_hidden_state))
-        return self.loss_function(logits, labels, self.config.vocab_size), logits
+        return doubled_if_tensor(logits)
 
     def halved(self, logits: Any) -> Any:
         return logits / 2
 
-    def named(self: Any, words: Tensor, labels: Tensor) -> Any:
-        logits = self.lm_head(self.model(input_ids=words).last_hidden_state)
-        return Results(loss=self.loss_function(logits, labels, self.config.vocab_size), logits=logits)
 
-    def held(self: Any, words: Tensor, labels: Tensor) -> Any:
-        logits = self.lm_head(self.model(input_ids=words).last_hidden_state)
-        return Held(self.loss_function(logits, labels, self.config.vocab_size), logits)
+LOGITS = "logits = self.lm_head(self.model(input_ids=words).last_hidden_state)"
+LOSS = "loss = self.loss_function(logits, labels, self.config.vocab_size)"
+# Statements between the logits and the loss that look at what stands in for the model, its last layer or its logits.
+LOOKING = {
+    "layer": "if isinstance(self.lm_head, torch.nn.Linear):\n    logits = logits * 2",
+    "layer by another name": "head = self.lm_head\nif type(head) is torch.nn.Linear:\n    logits = logits * 2",
+    "logits": "logits = logits.float()\nif isinstance(logits, Tensor):\n    logits = logits * 2",
+    "logits by torch": "scaled = logits\nif torch.is_tensor(scaled / 2):\n    logits = scaled * 2",
+    "logits in a function": "logits = doubled_if_tensor(logits)",
+    "logits in a method": "logits = self.doubled(logits)",
+    "logits matched": "self.kept = logits\nmatch logits:\n    case Tensor():\n        logits = logits * 2",
+    "itself": "assert isinstance(self, torch.nn.Module)",
+    "its class": "logits = logits * self.__class__.factor",
+    "its type": "logits = logits * type(self).factor",
+    "its attributes": "logits = logits * 2 if '_modules' in vars(self) else logits",
+    "a key": "logits = logits * TABLE[self]",
+    "another loss": "self.loss_function = lambda *args: args[0].sum()",
+}
+# Statements that look at nothing, and what is returned.
+USING = {
+    "deleted": ("self.kept = 1\ndel self.kept", "loss, logits"),
+    "by a function": ("logits = capped(logits, cap=3.0)", "loss, logits"),
+    "by a method": ("logits = self.halved(logits)", "loss, logits"),
+    "named": ("pass", "Results(loss=loss, logits=logits)"),
+    "held": ("pass", "Held(loss, logits)"),
+    "nested": ("pass", "Held(loss, {'all': [(logits,)]})"),
+}
 
-    def nested(self: Any, words: Tensor, labels: Tensor) -> Any:
-        logits = self.lm_head(self.model(input_ids=words).last_hidden_state)
-        return Held(self.loss_function(logits, labels, self.config.vocab_size), {"all": [(logits,)]})
 
-
-HELPERS = {"doubled": Looking.doubled, "halved": Using.halved}
-
-
-def cases(kind: type) -> list[str]:
-    return [name for name in vars(kind) if not name.startswith("_") and name not in (*HELPERS, "factor")]
-
-
-def made(method: Any) -> Any:
-    """A model with this forward."""
+def made(statement: str, result: str = "loss, logits") -> Any:
+    """A model with this statement in its forward."""
     model = build("Llama")
-    own = {"forward": method, "factor": 2.0, "loss_type": "ForCausalLM", "__module__": __name__} | HELPERS
-    model.__class__ = type("Own", (type(model),), own)
+    forward = written(Methods, f"{LOGITS}\n{statement}\n{LOSS}\nreturn {result}", "words, labels")
+    model.__class__ = type("Own", (forward, type(model)), {"__module__": __name__})
     return model.eval()
 
 
@@ -169,9 +91,9 @@ def loss_and_logits(outputs: Any) -> tuple[Tensor, Any]:
 
 
 @pytest.mark.filterwarnings("ignore:nothing was replaced:UserWarning")
-@pytest.mark.parametrize("name", cases(Looking))
+@pytest.mark.parametrize("name", LOOKING)
 def test_a_forward_that_looks_stays(name: str) -> None:
-    model, (words, labels) = made(getattr(Looking, name)), text().values()
+    model, (words, labels) = made(LOOKING[name]), text().values()
     expected = model(words, labels)
     own = type(model)
     [reason] = (entry.reason for entry in fl.replace(model).skipped if entry.path == "")
@@ -181,9 +103,9 @@ def test_a_forward_that_looks_stays(name: str) -> None:
 
 
 @pytest.mark.interpreter
-@pytest.mark.parametrize("name", cases(Using))
+@pytest.mark.parametrize("name", USING)
 def test_any_other_forward_is_fused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, (words, labels) = made(getattr(Using, name)), text().values()
+    model, (words, labels) = made(*USING[name]), text().values()
     loss, logits = loss_and_logits(model(words, labels))
     replaced(model)
     with in_kernels(monkeypatch):

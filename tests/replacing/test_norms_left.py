@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import ast
-import linecache
-import textwrap
 from collections.abc import Callable
 from typing import Any
 
@@ -14,54 +12,39 @@ from torch import Tensor, nn
 
 import fusedlayers as fl
 from tests.support.norm_modules import WIDTH, Gemma, Llama
+from tests.support.written import written
 
 pytestmark = pytest.mark.filterwarnings("ignore:nothing was replaced")
 
 
-class InTraining(Llama):
-    def forward(self, x: Tensor) -> Tensor:
-        scale = torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
-        return self.weight * x * scale * (2 if self.training else 1)
+SCALE = "scale = torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)"
+# Forwards, and what is said of the line that keeps each from being a norm.
+LEFT: dict[str, tuple[str, str]] = {
+    "in training": (
+        f"{SCALE}\nreturn self.weight * x * scale * (2 if self.training else 1)",
+        "branches on what is not known in `return self.weight",
+    ),
+    "detached": (
+        f"{SCALE}.detach()\nreturn self.weight * (x * scale).to(x.dtype)",
+        "calls detach of a tensor in `scale = torch.rsqrt(x.pow(2)",
+    ),
+    "global": (
+        f"{SCALE} * len(NORMS)\nreturn self.weight * x * scale", "reads the global variable NORMS in `scale = "
+    ),
+    "over rows": (
+        "return self.weight * x * torch.rsqrt(x.pow(2).mean(0, keepdim=True) + self.variance_epsilon)",
+        "calls mean along another dimension than the last one in `return self.weight",
+    ),
+    "eps added to the root": (
+        "return self.weight * x / (x.pow(2).mean(-1, keepdim=True).sqrt() + self.variance_epsilon)", "computes "
+    ),
+}  # fmt: skip
 
 
-class Detached(Llama):
-    def forward(self, x: Tensor) -> Tensor:
-        scale = torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + self.variance_epsilon).detach()
-        return self.weight * (x * scale).to(x.dtype)
-
-
-class Global(Llama):
-    def forward(self, x: Tensor) -> Tensor:
-        scale = torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon) * len(SWITCHES)
-        return self.weight * x * scale
-
-
-SWITCHES = ["one"]
-
-
-class OverRows(Llama):
-    def forward(self, x: Tensor) -> Tensor:
-        return self.weight * x * torch.rsqrt(x.pow(2).mean(0, keepdim=True) + self.variance_epsilon)
-
-
-class Outside(Llama):
-    """Adds eps to the root."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.weight * x / (x.pow(2).mean(-1, keepdim=True).sqrt() + self.variance_epsilon)
-
-
-@pytest.mark.parametrize(
-    ("kind", "why"),
-    [
-        (InTraining, "branches on what is not known in `return self.weight"),
-        (Detached, "calls detach of a tensor in `scale = torch.rsqrt(x.float()"),
-        (Global, "reads the global variable SWITCHES in `scale = "),
-        (OverRows, "calls mean along another dimension than the last one in `return self.weight"),
-        (Outside, "computes "),
-    ],
-)
-def test_what_is_no_norm_stays_with_the_line(kind: type[nn.Module], why: str) -> None:
+@pytest.mark.parametrize("name", LEFT)
+def test_what_is_no_norm_stays_with_the_line(name: str) -> None:
+    body, why = LEFT[name]
+    kind = written(Llama, body)
     norm = kind()
     [entry] = fl.replace(norm).skipped
     assert type(norm) is kind
@@ -83,27 +66,16 @@ STATEMENTS = [
 ]
 
 
-def written(statement: str) -> type[Llama]:
+def norm_with(statement: str) -> nn.Module:
     """A norm in whose forward this statement stands before the end."""
-    text = f"""import torch
-from torch import nn
-from {__name__} import SWITCHES, Llama
-class Written(Llama):
-  def forward(self, x):
-    y = self.weight * x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
-{textwrap.indent(statement, "    ")}
-    return y
-"""
-    file = f"<norm with {statement}>"
-    linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)
-    space: dict[str, Any] = {"__name__": __name__}
-    exec(compile(text, file, "exec", dont_inherit=True), space)
-    return space["Written"]
+    formula = "y = self.weight * x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)"
+    norm: nn.Module = written(Llama, f"{formula}\n{statement}\nreturn y")()
+    return norm
 
 
 @pytest.mark.parametrize("statement", STATEMENTS)
 def test_a_statement_that_may_change_a_result_ends_it(statement: str) -> None:
-    norm = written(statement)()
+    norm = norm_with(statement)
     [entry] = fl.replace(norm).skipped
     assert type(norm).__name__ == "Written"
     line = ast.unparse(ast.parse(statement)).splitlines()[0]
@@ -113,11 +85,11 @@ def test_a_statement_that_may_change_a_result_ends_it(statement: str) -> None:
 
 def test_a_branch_on_dtypes_is_read_for_each() -> None:
     """In float16 it computes something else, and so runs itself."""
-    norm = written("if x.dtype == torch.float16: y = y * 2")()
+    norm = norm_with("if x.dtype == torch.float16: y = y * 2")
     x = torch.randn(4, WIDTH).half()
-    assert not fl.replace(written("if x.dtype == torch.float16: y = y * 2")().half()).replaced
+    assert not fl.replace(norm_with("if x.dtype == torch.float16: y = y * 2").half()).replaced
     assert fl.replace(norm).replaced
-    expected = written("pass")().to(torch.float16)
+    expected = norm_with("pass").to(torch.float16)
     expected.load_state_dict(norm.half().state_dict())
     assert torch.equal(norm(x), expected(x) * 2)
 

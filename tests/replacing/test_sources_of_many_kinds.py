@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import copy
-import itertools
 import linecache
 import logging
 import re
@@ -22,16 +21,14 @@ from torch import Tensor, nn
 
 import fusedlayers as fl
 from fusedlayers.replacing.reading.sources import tree_of
+from tests.support.written import remembered
 
 WIDTH, UNITS = 8, 32
-_numbers = itertools.count()
 
 
 def defined(source: str, *, statements: bool = False) -> dict[str, Any]:
     """What a file has, or a cell of a notebook, which is compiled statement by statement."""
-    name = f"<cell {next(_numbers)}>" if statements else f"/nowhere/file_{next(_numbers)}.py"
-    # Without a time nobody looks for the file on the disk.
-    linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)
+    name = remembered(source)
     tree = ast.parse(source)
     parts = [ast.Module([each], []) for each in tree.body] if statements else [tree]
     found: dict[str, Any] = {"__name__": "nowhere", "nn": nn, "torch": torch}
