@@ -79,7 +79,7 @@ USING = {
 def made(statement: str, result: str = "loss, logits") -> Any:
     """A model with this statement in its forward."""
     model = build("Llama")
-    forward = written(Methods, f"{LOGITS}\n{statement}\n{LOSS}\nreturn {result}", "words, labels")
+    forward = written(Methods, f"{LOGITS}\n{statement}\n{LOSS}\nreturn {result}", "self, words, labels")
     model.__class__ = type("Own", (forward, type(model)), {"__module__": __name__})
     return model.eval()
 

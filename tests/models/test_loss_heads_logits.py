@@ -30,6 +30,7 @@ from tests.models.loss_heads import (
 )
 from tests.models.small import InFloat64
 from tests.support.ffn_blocks import assert_same
+from tests.support.written import written
 
 pytest.importorskip("transformers", reason="transformers is not installed: pip install 'fusedlayers[models]'")
 pytestmark = pytest.mark.interpreter
@@ -222,68 +223,39 @@ def test_without_labels_nothing_changes(monkeypatch: pytest.MonkeyPatch) -> None
     assert not paths
 
 
-class Written:
-    """Forwards that do something with the logits before the loss, for a model of Llama's."""
+class Model:
+    """A causal model whose forward is one of those below."""
 
-    @staticmethod
-    def masked(logits: Tensor) -> Tensor:
-        logits[..., 7] = torch.finfo(logits.dtype).min
-        return logits
-
-    @staticmethod
-    def cut(logits: Tensor) -> Tensor:
-        return logits[..., :-1, :] if logits.shape[-2] > 100 else logits
-
-    @staticmethod
-    def capped_twice(logits: Tensor) -> Tensor:
-        return torch.tanh(torch.tanh(logits / 3) * 3 / 2) * 2
-
-    @staticmethod
-    def shifted(logits: Tensor) -> Tensor:
-        return logits + torch.linspace(-1, 1, WORDS)
-
-    @staticmethod
-    def branched(logits: Tensor) -> Tensor:
-        halved = logits / 2
-        logits.mul_(3)
-        return halved
-
-    @staticmethod
-    def scaled_in_place(logits: Tensor) -> Tensor:
-        logits /= 2
-        return logits
-
-    @staticmethod
-    def capped(logits: Tensor) -> Tensor:
-        return 3 * (logits.float().contiguous() * 0.25).tanh()
-
-    @staticmethod
-    def capped_by_a_function(logits: Tensor) -> Tensor:
-        return torch.mul(torch.div(logits, 2.0).tanh(), 5)
-
-    @staticmethod
-    def turned(logits: Tensor) -> Tensor:
-        return torch.tanh(logits) * -2
+    loss_type = "ForCausalLM"
 
 
-# Which of these the loss takes over.
-TAKEN_OVER = ("cut", "branched", "capped", "capped_by_a_function")
+# What a forward does with the logits before the loss; the loss takes over the first four.
+STATEMENTS = {
+    "cut": "logits = logits[..., :-1, :] if logits.shape[-2] > 100 else logits",
+    "branched": "halved = logits / 2\nlogits.mul_(3)\nlogits = halved",
+    "capped": "logits = 3 * (logits.float().contiguous() * 0.25).tanh()",
+    "capped by a function": "logits = torch.mul(torch.div(logits, 2.0).tanh(), 5)",
+    "masked": "logits[..., 7] = torch.finfo(logits.dtype).min",
+    "capped twice": "logits = torch.tanh(torch.tanh(logits / 3) * 3 / 2) * 2",
+    "shifted": "logits = logits + torch.linspace(-1, 1, WORDS)",
+    "scaled in place": "logits /= 2",
+    "turned": "logits = torch.tanh(logits) * -2",
+}
+TAKEN_OVER = list(STATEMENTS)[:4]
+FORWARD = """
+logits = self.lm_head(self.model(input_ids=input_ids).last_hidden_state)
+{}
+return self.loss_function(logits, labels, self.config.vocab_size, **options), logits
+"""
 
 
-@pytest.mark.parametrize("name", [name for name in vars(Written) if not name.startswith("_")])
+@pytest.mark.parametrize("name", STATEMENTS)
 def test_any_forward_computes_what_it_computed(
     name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    change = getattr(Written, name)
-    llama: Any = type(build("Llama"))
-
-    def forward(self: Any, input_ids: Tensor, labels: Tensor | None = None, **options: Any) -> Any:
-        logits = change(self.lm_head(self.model(input_ids=input_ids).last_hidden_state))
-        loss = None if labels is None else self.loss_function(logits, labels, self.config.vocab_size, **options)
-        return loss, logits
-
-    kind: Any = type("Changed", (llama,), {"forward": forward, "__module__": __name__, "loss_type": "ForCausalLM"})
-    model = build("Llama")
+    forward = written(Model, FORWARD.format(STATEMENTS[name]), "self, input_ids, labels, **options")
+    model: Any = build("Llama")
+    kind = type("Changed", (forward, type(model)), {"__module__": __name__})
     model.__class__ = kind
     inputs = text()
     exact = truth(copy.deepcopy(model), inputs)

@@ -1,7 +1,7 @@
 """A statement inserted into a right block, at every place: the block stays, or computes what its author wrote.
 
 Each test makes a module file with one class for every place in every right block of a kind, and replaces them all.
-Select a kind by ``-k block``, ``-k layer``, ``-k norm``, ``-k experts`` or ``-k rule``.
+Select a reader by ``-k block``, ``-k layer``, ``-k norm``, ``-k experts`` or ``-k rule``.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import copy
 import linecache
 import re
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import ModuleType
 
@@ -27,28 +27,26 @@ from tests.support.hostile_ways import HOSTILE_WAYS
 
 STATEMENTS = HOSTILE | HOSTILE_WAYS
 Classes = list[tuple[str, str, str]]
+# What reads a block: its kind, and whether a rule says what its class computes.
+READERS = {
+    "block": ("block", False), "layer": ("layer", False), "norm": ("norm", False), "experts": ("experts", False),
+    "rule": ("block", True),
+}  # fmt: skip
+each_reader = pytest.mark.parametrize("reader", READERS)
 
 
-# All read a statement alike, so in the short run each of them reads every fifth one.
-READERS = ("block", "layer", "norm", "experts", "rule")
+def cases(names: Iterable[str], but: Callable[[str], tuple[str, ...]]) -> pytest.MarkDecorator:
+    """Every statement for every reader but those of some kinds.
 
-
-def every_fifth(reader: str, names: Iterable[str], all_names: Sequence[str]) -> pytest.MarkDecorator:
-    """A parameter of these names; those that another reader reads are for the full run."""
-    mine = set(all_names[READERS.index(reader) :: len(READERS)])
-    return pytest.mark.parametrize(
-        "name", [pytest.param(name, marks=[] if name in mine else [pytest.mark.full]) for name in names]
-    )
-
-
-def hostile_to(reader: str, kind: str | None = None) -> pytest.MarkDecorator:
-    """The hostile statements for blocks of a kind, by default that of the reader."""
-    names = [name for name, hostile in STATEMENTS.items() if (kind or reader) not in hostile.but]
-    return every_fifth(reader, names, list(STATEMENTS))
-
-
-def harmless_to(reader: str) -> pytest.MarkDecorator:
-    return every_fifth(reader, HARMLESS, list(HARMLESS))
+    All read a statement alike, so in the short run each of them reads every fifth one.
+    """
+    found = []
+    for place, name in enumerate(names):
+        for number, (reader, (kind, _)) in enumerate(READERS.items()):
+            if kind not in but(name):
+                marks = [] if place % len(READERS) == number else [pytest.mark.full]
+                found.append(pytest.param(reader, name, marks=marks, id=f"{reader}-{name}"))
+    return pytest.mark.parametrize(("reader", "name"), found)
 
 
 def built(classes: Classes, kind: str, file: Path, patch: pytest.MonkeyPatch) -> tuple[nn.ModuleDict, ModuleType]:
@@ -74,14 +72,16 @@ def is_fused(block: nn.Module) -> bool:
     return type(block) is not original_class(block)
 
 
-def check_hostile(kind: str, name: str, folder: Path, patch: pytest.MonkeyPatch, ruled: bool = False) -> None:
+@cases(STATEMENTS, lambda name: STATEMENTS[name].but)
+def test_hostile(reader: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each block of the kind with the statement is left or right; and in one of them the statement shows, or no test
     of it would tell anything."""
+    kind, ruled = READERS[reader]
     hostile = STATEMENTS[name]
     classes = list(sources(KINDS[kind], hostile.statement, hostile.setup, hostile.members, hostile.decorator))
-    word = re.sub(r"\W", "_", f"hostile_{kind}_{name}_{ruled}")
-    blocks, source = built(classes, kind, folder / f"{word}.py", patch)
-    plain = imported(folder / f"{word}_plain.py", list(untouched(KINDS[kind])), patch)
+    word = re.sub(r"\W", "_", f"hostile_{reader}_{name}")
+    blocks, source = built(classes, kind, tmp_path / f"{word}.py", monkeypatch)
+    plain = imported(tmp_path / f"{word}_plain.py", list(untouched(KINDS[kind])), monkeypatch)
     twins = copy.deepcopy(blocks)
     shows = False
     for each, template, _ in classes:
@@ -111,9 +111,10 @@ def observed(source: ModuleType, written: str, block: nn.Module, kind: str, host
         return call.observe()
 
 
-def check_fused(kind: str, classes: Classes, folder: Path, patch: pytest.MonkeyPatch, ruled: bool = False) -> None:
+def assert_fused(reader: str, classes: Classes, folder: Path, patch: pytest.MonkeyPatch) -> None:
     """All blocks are fused, and right."""
-    blocks, source = built(classes, kind, folder / f"harmless_{kind}_{ruled}.py", patch)
+    kind, ruled = READERS[reader]
+    blocks, source = built(classes, kind, folder / f"harmless_{reader}.py", patch)
     twins = copy.deepcopy(blocks)
     report = replaced(blocks, rules_for(classes, source) if ruled else ())
     assert [each for each, block in blocks.items() if not is_fused(block)] == [], report
@@ -122,92 +123,40 @@ def check_fused(kind: str, classes: Classes, folder: Path, patch: pytest.MonkeyP
         assert alike(observed(source, each, block, kind, usual), observed(source, each, twins[each], kind, usual)), each
 
 
-def harmless(kind: str, name: str) -> Classes:
+@cases(HARMLESS, lambda name: ())
+def test_harmless(reader: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     statement, setup = HARMLESS[name]
-    return list(sources(KINDS[kind], statement, setup))
+    assert_fused(reader, list(sources(KINDS[READERS[reader][0]], statement, setup)), tmp_path, monkeypatch)
 
 
-class TestBlock:
-    """Blocks whose whole forward is an FFN."""
-
-    @hostile_to("block")
-    def test_hostile(self, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        check_hostile("block", name, tmp_path, monkeypatch)
-
-    @harmless_to("block")
-    def test_harmless(self, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        check_fused("block", harmless("block", name), tmp_path, monkeypatch)
-
-    def test_untouched(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        check_fused("block", list(untouched(KINDS["block"])), tmp_path, monkeypatch)
-
-    def test_without_a_source(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        file = tmp_path / "hostile_gone.py"
-        blocks, _ = built(list(untouched(BLOCKS)), "block", file, monkeypatch)
-        file.unlink()
-        linecache.clearcache()
-        report = replaced(blocks)
-        assert not any(map(is_fused, blocks.values()))
-        assert all("source" in entry.reason for entry in report.skipped if entry.path in blocks)
-
-    def test_a_source_that_was_edited_after_the_import(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        """What is read must be what runs."""
-        file = tmp_path / "hostile_edited.py"
-        classes = list(sources(BLOCKS, "$v = $v * 1.0 if len($v) < 64 else $v * 2.0"))
-        blocks, source = built(classes, "block", file, monkeypatch)
-        twins = copy.deepcopy(blocks)
-        file.write_text(re.sub(r"\w+ = \w+ \* 1\.0 if len.*", "pass", file.read_text()))
-        linecache.clearcache()
-        replaced(blocks)
-        longer = Hostile("", lambda call: call.rows(LONG))
-        for each, block in blocks.items():
-            found, expected = (observed(source, each, some, "block", longer) for some in (block, twins[each]))
-            assert alike(found, expected), each
+@each_reader
+def test_untouched(reader: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert_fused(reader, list(untouched(KINDS[READERS[reader][0]])), tmp_path, monkeypatch)
 
 
-class TestLayer:
-    """Layers with attention and an FFN in one method."""
-
-    @hostile_to("layer")
-    def test_hostile(self, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        check_hostile("layer", name, tmp_path, monkeypatch)
-
-    @harmless_to("layer")
-    def test_harmless(self, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        check_fused("layer", harmless("layer", name), tmp_path, monkeypatch)
-
-    def test_untouched(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        check_fused("layer", list(untouched(KINDS["layer"])), tmp_path, monkeypatch)
+def test_without_a_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "hostile_gone.py"
+    blocks, _ = built(list(untouched(BLOCKS)), "block", file, monkeypatch)
+    file.unlink()
+    linecache.clearcache()
+    report = replaced(blocks)
+    assert not any(map(is_fused, blocks.values()))
+    assert all("source" in entry.reason for entry in report.skipped if entry.path in blocks)
 
 
-class TestNorm:
-    """Norms written out."""
-
-    @hostile_to("norm")
-    def test_hostile(self, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        check_hostile("norm", name, tmp_path, monkeypatch)
-
-    @harmless_to("norm")
-    def test_harmless(self, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        check_fused("norm", harmless("norm", name), tmp_path, monkeypatch)
-
-    def test_untouched(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        check_fused("norm", list(untouched(KINDS["norm"])), tmp_path, monkeypatch)
-
-
-class TestExperts:
-    """Modules with the interface of transformers' experts."""
-
-    @hostile_to("experts")
-    def test_hostile(self, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        check_hostile("experts", name, tmp_path, monkeypatch)
-
-    @harmless_to("experts")
-    def test_harmless(self, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        check_fused("experts", harmless("experts", name), tmp_path, monkeypatch)
-
-    def test_untouched(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        check_fused("experts", list(untouched(KINDS["experts"])), tmp_path, monkeypatch)
+def test_a_source_that_was_edited_after_the_import(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is read must be what runs."""
+    file = tmp_path / "hostile_edited.py"
+    classes = list(sources(BLOCKS, "$v = $v * 1.0 if len($v) < 64 else $v * 2.0"))
+    blocks, source = built(classes, "block", file, monkeypatch)
+    twins = copy.deepcopy(blocks)
+    file.write_text(re.sub(r"\w+ = \w+ \* 1\.0 if len.*", "pass", file.read_text()))
+    linecache.clearcache()
+    replaced(blocks)
+    longer = Hostile("", lambda call: call.rows(LONG))
+    for each, block in blocks.items():
+        found, expected = (observed(source, each, some, "block", longer) for some in (block, twins[each]))
+        assert alike(found, expected), each
 
 
 NORM_BETWEEN = """
@@ -222,43 +171,32 @@ class NormBetween(nn.Module):
 """
 
 
-class TestRule:
-    """The same blocks, of whose classes a rule says that they compute an FFN."""
+@pytest.fixture
+def norm_between(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> nn.Module:
+    """A norm between activation and second linear, which no FFN has."""
+    classes = [("NormBetween", "NormBetween", NORM_BETWEEN)]
+    return built(classes, "block", tmp_path / "norm_between.py", monkeypatch)[0]["NormBetween"]
 
-    @hostile_to("rule", kind="block")
-    def test_hostile(self, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        check_hostile("block", name, tmp_path, monkeypatch, ruled=True)
 
-    @harmless_to("rule")
-    def test_harmless(self, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        check_fused("block", harmless("block", name), tmp_path, monkeypatch, ruled=True)
+def test_a_rule_that_says_something_else_is_refused(norm_between: nn.Module) -> None:
+    rule = FFNRule(type(norm_between), up="up", activation="act", down="down")
+    report = replaced(norm_between, (rule,))
+    assert not is_fused(norm_between)
+    assert report.replaced == ()
+    # The line of code that differs.
+    assert "F.layer_norm(h, (32,))" in str(report.skipped[0])
 
-    def test_untouched(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        check_fused("block", list(untouched(KINDS["block"])), tmp_path, monkeypatch, ruled=True)
 
-    @pytest.fixture
-    def norm_between(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> nn.Module:
-        """A norm between activation and second linear, which no FFN has."""
-        classes = [("NormBetween", "NormBetween", NORM_BETWEEN)]
-        return built(classes, "block", tmp_path / "norm_between.py", monkeypatch)[0]["NormBetween"]
+def test_no_rule_is_advised_that_would_be_refused(norm_between: nn.Module) -> None:
+    report = replaced(norm_between)
+    assert not is_fused(norm_between)
+    assert "FFNRule" not in str(report)
+    assert "layer_norm(relu(up(x))), which is no activation of up(x)" in str(report.skipped[0])
 
-    def test_one_that_says_something_else_is_refused(self, norm_between: nn.Module) -> None:
-        rule = FFNRule(type(norm_between), up="up", activation="act", down="down")
-        report = replaced(norm_between, (rule,))
-        assert not is_fused(norm_between)
-        assert report.replaced == ()
-        # The line of code that differs.
-        assert "F.layer_norm(h, (32,))" in str(report.skipped[0])
 
-    def test_no_rule_is_advised_that_would_be_refused(self, norm_between: nn.Module) -> None:
-        report = replaced(norm_between)
-        assert not is_fused(norm_between)
-        assert "FFNRule" not in str(report)
-        assert "layer_norm(relu(up(x))), which is no activation of up(x)" in str(report.skipped[0])
-
-    def test_a_trusted_one_is_believed_and_the_report_says_so(self, norm_between: nn.Module) -> None:
-        trusting: Callable[..., FFNRule] = FFNRule
-        rule = trusting(type(norm_between), up="up", activation="act", down="down", trusted=True)
-        report = replaced(norm_between, (rule,))
-        assert is_fused(norm_between)
-        assert "trusted" in str(report.replaced[0])
+def test_a_trusted_rule_is_believed_and_the_report_says_so(norm_between: nn.Module) -> None:
+    trusting: Callable[..., FFNRule] = FFNRule
+    rule = trusting(type(norm_between), up="up", activation="act", down="down", trusted=True)
+    report = replaced(norm_between, (rule,))
+    assert is_fused(norm_between)
+    assert "trusted" in str(report.replaced[0])

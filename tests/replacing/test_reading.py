@@ -16,27 +16,27 @@ from fusedlayers.replacing.reading.polynomials import Polynomial, atom, function
 from fusedlayers.replacing.reading.reader import Reader
 from fusedlayers.replacing.reading.sources import tree_of
 from fusedlayers.replacing.reading.values import Formula, NotUnderstood
+from tests.support.written import written
 
 X = atom("input", "x")
 K, N = 16, 32
 
 
-def read(forward: types.FunctionType) -> Polynomial:
+class Empty(nn.Module):
+    """Each formula below is the body of its forward."""
+
+
+def read(body: str) -> Polynomial:
     """The formula of a forward."""
-    block = type("Block", (nn.Module,), {"forward": forward})()
+    block = written(Empty, body)()
     reader = Reader(block)
-    result = reader.read(forward, reader.input(K))
+    result = reader.read(type(block).forward, reader.input(K))
     assert isinstance(result, Formula)
     return result.value
 
 
 def gelu_written_out(self: nn.Module, x: Tensor) -> Tensor:
     return x * 0.5 * (1.0 + torch.erf(x / math.sqrt(2.0)))
-
-
-def gelu_tanh_written_out(self: nn.Module, x: Tensor) -> Tensor:
-    inner = 0.7978845608 * (x + 0.044715 * x**3)
-    return x / 2 + x * torch.tanh(inner) * 0.5
 
 
 def of_torch(self: nn.Module, x: Tensor) -> Tensor:
@@ -47,30 +47,25 @@ def of_torch(self: nn.Module, x: Tensor) -> Tensor:
     return F.gelu(x, approximate="tanh")
 
 
-def swish_in_steps(self: nn.Module, x: Tensor) -> Tensor:
-    y = x.float()
-    y = y * y.sigmoid()
-    return y.to(x.dtype)
-
-
-def square_of_a_sum(self: nn.Module, x: Tensor) -> Tensor:
-    y = x + 1
-    y *= y
-    return y - 2 * x - 1
-
-
 FORMULAS = {
-    gelu_written_out: function("gelu", X),
-    gelu_tanh_written_out: function("gelu_tanh", X),
-    of_torch: function("gelu_tanh", X),
-    swish_in_steps: function("silu", X),
-    square_of_a_sum: X * X,
+    "return x * 0.5 * (1.0 + torch.erf(x / math.sqrt(2.0)))": function("gelu", X),
+    "inner = 0.7978845608 * (x + 0.044715 * x**3)\nreturn x / 2 + x * torch.tanh(inner) * 0.5": function(
+        "gelu_tanh", X
+    ),
+    "y = x.float()\ny = y * y.sigmoid()\nreturn y.to(x.dtype)": function("silu", X),
+    "y = x + 1\ny *= y\nreturn y - 2 * x - 1": X * X,
 }
 
 
-@pytest.mark.parametrize("forward", FORMULAS, ids=lambda forward: forward.__name__)
-def test_two_ways_to_write_a_formula_are_one(forward: types.FunctionType) -> None:
-    assert read(forward) == FORMULAS[forward]
+@pytest.mark.parametrize("body", FORMULAS)
+def test_two_ways_to_write_a_formula_are_one(body: str) -> None:
+    assert read(body) == FORMULAS[body]
+
+
+def test_a_docstring_is_no_part_of_a_formula() -> None:
+    block = type("Block", (nn.Module,), {"forward": of_torch})()
+    reader = Reader(block)
+    assert reader.read(of_torch, reader.input(K)).value == function("gelu_tanh", X)
 
 
 def test_what_is_not_equal_stays_apart() -> None:
@@ -88,53 +83,18 @@ def test_a_mean_is_linear_and_takes_numbers_of_rows_out() -> None:
     assert mean(centred * centred) == mean(X * X) - mean(X) * mean(X)
 
 
-def overwriting(self: nn.Module, x: Tensor) -> Tensor:
-    y = x * 2
-    z = y
-    y.mul_(3)
-    return z
-
-
-def overwriting_the_input(self: nn.Module, x: Tensor) -> Tensor:
-    x.mul_(3)
-    return x
-
-
-def overwriting_by_position(self: nn.Module, x: Tensor) -> Tensor:
-    y = x * 2
-    F.leaky_relu(y, 0.01, True)
-    return y
-
-
-def overwriting_now_and_then(self: nn.Module, x: Tensor) -> Tensor:
-    y = x * 2
-    F.relu(y, inplace=self.training)
-    return y
-
-
-def overwriting_what_has_a_view(self: nn.Module, x: Tensor) -> Tensor:
-    y = x * 2
-    z = y.view(-1, y.shape[-1])
-    y.mul_(3)
-    return z
-
-
-def overwriting_in_a_pair(self: nn.Module, x: Tensor) -> Tensor:
-    y = x * 2
-    pair = (y, x)
-    y.mul_(3)
-    return pair[0]
-
-
 def test_every_name_of_an_overwritten_tensor_changes() -> None:
-    assert read(overwriting) == number(6.0) * X
-    assert read(overwriting_in_a_pair) == number(6.0) * X
-    for forward in (overwriting_the_input, overwriting_what_has_a_view):
+    assert read("y = x * 2\nz = y\ny.mul_(3)\nreturn z") == number(6.0) * X
+    assert read("y = x * 2\npair = (y, x)\ny.mul_(3)\nreturn pair[0]") == number(6.0) * X
+    for body in ("x.mul_(3)\nreturn x", "y = x * 2\nz = y.view(-1, y.shape[-1])\ny.mul_(3)\nreturn z"):
         with pytest.raises(NotUnderstood, match="overwrites a tensor that has another name in `"):
-            read(forward)
-    for forward in (overwriting_by_position, overwriting_now_and_then):
-        with pytest.raises(NotUnderstood, match=r"gives options to leaky_relu|decides inplace at every call"):
-            read(forward)
+            read(body)
+    for statement, why in (
+        ("F.leaky_relu(y, 0.01, True)", "gives options to leaky_relu"),
+        ("F.relu(y, inplace=self.training)", "decides inplace at every call"),
+    ):
+        with pytest.raises(NotUnderstood, match=why):
+            read(f"y = x * 2\n{statement}\nreturn y")
 
 
 class Option(nn.Module):
@@ -163,26 +123,17 @@ def test_an_identity_with_a_forward_of_its_own_is_called() -> None:
         reader.read(nn.Sequential.forward, reader.input(K))
 
 
-def rows_apart(self: nn.Module, x: Tensor) -> Tensor:
-    pair = (*x, 1)
-    return pair[0]
-
-
-def a_range_of_nothing(self: nn.Module, x: Tensor) -> Tensor:
-    for _ in range(1.5):  # type: ignore[arg-type]
-        x = x * 2
-    return x
-
-
-def cut_in_fractions(self: nn.Module, x: Tensor) -> Tensor:
-    y, _ = (x * 2).split(1.5, -1)  # type: ignore[arg-type]
-    return y
-
-
-@pytest.mark.parametrize("forward", [rows_apart, a_range_of_nothing, cut_in_fractions], ids=lambda each: each.__name__)
-def test_what_would_raise_or_means_something_else_is_refused(forward: types.FunctionType) -> None:
+@pytest.mark.parametrize(
+    "body",
+    [
+        "pair = (*x, 1)\nreturn pair[0]",
+        "for _ in range(1.5):\n    x = x * 2\nreturn x",
+        "y, _ = (x * 2).split(1.5, -1)\nreturn y",
+    ],
+)
+def test_what_would_raise_or_means_something_else_is_refused(body: str) -> None:
     with pytest.raises(NotUnderstood):
-        read(forward)
+        read(body)
 
 
 def test_code_that_its_source_does_not_say_is_refused() -> None:
