@@ -9,13 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import fusedlayers as fl
 from fusedlayers import explaining, functional, planning
 from fusedlayers.functional import dispatch
 from fusedlayers.planning import Device, Problem
-from tests.support.operands import Allocations
 from tests.support.records import where
 
 H200 = Device("cuda", "NVIDIA H200", "sm_90", sms=132, triton=True)
@@ -341,29 +340,6 @@ def test_a_fused_ffn(pretend: Callable[[Device], None]) -> None:
         assert lines(fl.explain(layer.eval(), x, details=True))["problem"].endswith("float32, forward")
 
 
-def test_modules_that_replace_has_fused(pretend: Callable[[Device], None]) -> None:
-    pretend(CPU)
-    block = nn.Sequential(nn.Linear(16, 24), nn.ReLU(), nn.Linear(24, 16))
-    encoder = nn.TransformerEncoderLayer(16, 2, 40, activation="gelu")
-    model = nn.ModuleList([block, encoder])
-    fl.replace(model)
-    x = torch.zeros(3, 5, 16)
-    first, second = fl.explain(block, x, details=True), fl.explain(encoder, x, details=True)
-    assert first.splitlines()[1].endswith("act = relu: max(z, 0)")
-    assert "M=15 (tokens) K=16 (d_model) N=24 (d_ff) O=16" in lines(first)["problem"]
-    assert "K=16 (d_model) N=40 (d_ff) O=16" in lines(second)["problem"]
-
-
-def test_children_that_must_be_called_are_named(pretend: Callable[[Device], None]) -> None:
-    pretend(CPU)
-    layer = fl.FusedFFN(16, 24)
-    x = torch.zeros(3, 16)
-    with layer.up_proj.register_forward_hook(lambda *arguments: None):
-        text = fl.explain(layer, x, details=True)
-    assert text == "FusedFFN calls its children instead of fusing them: the up linear has a forward hook"
-    assert lines(fl.explain(layer, x, details=True))["path"].startswith("torch: ")
-
-
 def test_a_copy_is_announced(pretend: Callable[[Device], None]) -> None:
     pretend(A100)
     layer = fl.FusedFFN(16, 24, recompute=True)
@@ -371,15 +347,3 @@ def test_a_copy_is_announced(pretend: Callable[[Device], None]) -> None:
     assert "copies" not in lines(fl.explain(layer, x, details=True))
     found = lines(fl.explain(layer, x.transpose(0, 1), details=True))
     assert found["copies"] == "x of shape [5, 3, 16] and strides [16, 80, 1] has no uniform rows: one contiguous copy"
-
-
-def test_nothing_is_computed(pretend: Callable[[Device], None]) -> None:
-    pretend(CPU)
-    layer, x = fl.FusedFFN(16, 24, gated=True), torch.zeros(3, 16)
-    before = torch.random.get_rng_state()
-    with Allocations() as allocations:
-        fl.explain(layer, x, details=True)
-        fl.explain(functional.gemm_gemm, *(torch.ones(())[None, None, None] for _ in range(3)), details=True)
-    # The three matrices made here, and views.
-    assert max(allocations.elements) <= 3 * 16
-    assert torch.equal(torch.random.get_rng_state(), before)
