@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -133,92 +131,6 @@ def test_errors_of_another_width_are_those_of_the_author() -> None:
         replaced(Refuses())(torch.randn(2, WIDTH + 1))
     with pytest.raises(RuntimeError, match="cannot be multiplied"):
         replaced(nn.Sequential(nn.Linear(WIDTH, UNITS), nn.ReLU(), nn.Linear(UNITS, WIDTH)))(torch.randn(2, WIDTH + 1))
-
-
-def choose(block: Any) -> Callable[[Tensor], Tensor]:
-    return F.gelu if block.flag else F.relu
-
-
-class ByFunction(Block):
-    def __init__(self) -> None:
-        super().__init__()
-        self.flag = True
-
-    def forward(self, x: Tensor) -> Tensor:
-        act = choose(self)
-        torch.manual_seed(3)
-        return x + self.down(act(self.up(x)))
-
-    def change(self) -> None:
-        self.flag = False
-
-
-class Selector(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.flag = True
-
-    def act(self) -> Callable[[Tensor], Tensor]:
-        return F.gelu if self.flag else F.relu
-
-
-class ByChild(Block):
-    def __init__(self) -> None:
-        super().__init__()
-        self.selector = Selector()
-
-    def forward(self, x: Tensor) -> Tensor:
-        act = self.selector.act()
-        torch.manual_seed(3)
-        return x + self.down(act(self.up(x)))
-
-    def change(self) -> None:
-        self.selector.flag = False
-
-
-class ByParameter(Block):
-    def __init__(self) -> None:
-        super().__init__()
-        self.gamma: nn.Parameter | None = nn.Parameter(torch.ones(WIDTH))
-
-    def forward(self, x: Tensor) -> Tensor:
-        act = F.gelu if self.gamma is not None else F.relu
-        return x + self.down(act(self.up(x)))
-
-    def change(self) -> None:
-        self.gamma = None
-
-
-class ByLength(Block):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList([nn.Identity()])
-
-    def forward(self, x: Tensor) -> Tensor:
-        act = F.gelu if len(self.blocks) > 1 else F.relu
-        return x + self.down(act(self.up(x)))
-
-    def change(self) -> None:
-        self.blocks.append(nn.Identity())
-
-
-class ByName(Block):
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(F.relu(self.up(x)))
-
-    def change(self) -> None:
-        self.relu = nn.LeakyReLU()
-
-
-@pytest.mark.parametrize("kind", [ByFunction, ByChild, ByParameter, ByLength, ByName], ids=lambda kind: kind.__name__)
-def test_what_chose_the_activation_may_change(kind: Any) -> None:
-    torch.manual_seed(0)
-    original, x = kind(), torch.randn(2, WIDTH)
-    block: Any = replaced(copy.deepcopy(original))
-    torch.testing.assert_close(block(x), original(x))
-    original.change()
-    block.change()
-    torch.testing.assert_close(block(x), original(x))
 
 
 class Cast(Block):

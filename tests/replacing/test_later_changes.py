@@ -12,9 +12,69 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn import ReLU
 
-import fusedlayers as fl
-from tests.replacing.test_around_blocks import UNITS, WIDTH, Block
-from tests.support.ffn_blocks import replaced
+from tests.support.ffn_blocks import count_fused_calls, replaced
+from tests.support.written import written
+
+WIDTH, UNITS = 8, 32
+
+
+class Block(nn.Module):
+    def __init__(self, act: nn.Module | None = None) -> None:
+        super().__init__()
+        self.up, self.down, self.act = nn.Linear(WIDTH, UNITS), nn.Linear(UNITS, WIDTH), act or nn.GELU()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.act(self.up(x)))
+
+
+class HookPoint(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.point, self.down = nn.Linear(WIDTH, UNITS), nn.Identity(), nn.Linear(UNITS, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.point(F.gelu(self.up(x))))
+
+
+class Config:
+    flag = False
+
+
+class Selector(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.flag = True
+
+    def act(self) -> Callable[[Tensor], Tensor]:
+        return F.gelu if self.flag else F.relu
+
+
+class Optional(Block):
+    """With what the forwards below ask for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.flag, self.rate, self.limit = True, 0.0, None
+        self.gamma, self.config, self.selector = nn.Parameter(torch.ones(WIDTH)), Config(), Selector()
+        self.blocks = nn.ModuleList([nn.Identity()])
+
+
+def choose(block: Any) -> Callable[[Tensor], Tensor]:
+    return F.gelu if block.flag else F.relu
+
+
+def with_forward(body: str) -> Callable[[], nn.Module]:
+    return written(Optional, body)
+
+
+def choosing(act: str) -> Callable[[], nn.Module]:
+    """A block whose forward chooses its activation so."""
+    return with_forward(f"act = {act}\nreturn x + self.down(act(self.up(x)))")
+
+
+def set_to(path: str, value: object) -> Callable[[nn.Module], None]:
+    holder, _, name = path.rpartition(".")
+    return lambda block: setattr(block.get_submodule(holder), name, value)
 
 
 class Swish(nn.Module):
@@ -33,15 +93,6 @@ class Swish(nn.Module):
 
 def in_a_row(*between: nn.Module) -> nn.Sequential:
     return nn.Sequential(nn.Linear(WIDTH, UNITS), *between, nn.Linear(UNITS, WIDTH))
-
-
-class HookPoint(Block):
-    def __init__(self) -> None:
-        super().__init__()
-        self.point = nn.Identity()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(self.point(F.gelu(self.up(x))))
 
 
 class Asking(Block):
@@ -86,12 +137,14 @@ class MaybeGated(Block):
 
 
 class Into(nn.Module):
+    """Holds the up linear, and writes out its activation."""
+
     def __init__(self) -> None:
         super().__init__()
-        self.dense = nn.Linear(WIDTH, UNITS)
+        self.dense, self.slope = nn.Linear(WIDTH, UNITS), 1.0
 
-    def act(self, x: Tensor) -> Tensor:
-        return F.gelu(x)
+    def act(self, z: Tensor) -> Tensor:
+        return z * torch.sigmoid(self.slope * z)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.act(self.dense(x))
@@ -138,8 +191,87 @@ class DoubledInside(nn.GELU):
         return super()._call_impl(*args) * 2
 
 
+class OfItsClass(nn.Module):
+    """What a block of this kind does is written in its class, until an instance says something else."""
+
+    after = False
+    act = staticmethod(F.silu)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, UNITS), nn.Linear(UNITS, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.down(self.act(self.up(x)))
+        return torch.relu(y) if self.after else y
+
+
+class GEGLU(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        a, b = x.chunk(2, dim=-1)
+        return a * F.gelu(b)
+
+
+class Activation(nn.Module):
+    def __init__(self, inner: Callable[[], nn.Module] = nn.GELU) -> None:
+        super().__init__()
+        self.inner = inner()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x)
+
+
+class Glued(Block):
+    """A block whose activation takes twice as many columns as it gives."""
+
+    def __init__(self, act: nn.Module) -> None:
+        super().__init__(act)
+        self.up = nn.Linear(WIDTH, 2 * UNITS)
+
+
+def glued(act: nn.Module) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(WIDTH, 2 * UNITS), act, nn.Dropout(0.0), nn.Linear(UNITS, WIDTH))
+
+
 def zeroed(part: nn.Module) -> None:
     part.register_forward_hook(lambda module, inputs, output: output * 0)
+
+
+def zeroed_inside(part: nn.Module) -> None:
+    zeroed(list(part.modules())[-1])
+
+
+def with_a_child(part: nn.Module) -> None:
+    part.register_forward_pre_hook(lambda module, args: (args[0] + 1,))
+    part.other = nn.Linear(2, 2)
+
+
+def with_another_child(part: Any) -> None:
+    part.inner = nn.ReLU()
+
+
+def with_another_option(part: nn.Module) -> None:
+    for each in part.modules():
+        if isinstance(each, nn.GELU):
+            each.approximate = "tanh"
+
+
+# Modules between two linears, in a row and in a block, and what may happen to any of them.
+BETWEEN: dict[str, Callable[[], nn.Module]] = {
+    "GEGLU": lambda: glued(GEGLU()),
+    "GEGLU in a block": lambda: Glued(GEGLU()),
+    "GLU": lambda: glued(nn.GLU()),
+    "GLU in a block": lambda: Glued(nn.GLU()),
+    "activation": lambda: in_a_row(Activation()),
+    "activation in a block": lambda: Block(Activation()),
+    "nested": lambda: in_a_row(Activation(Activation)),
+    "nested in a block": lambda: Block(Activation(Activation)),
+}
+ITS_CHANGES = [zeroed, zeroed_inside, with_a_child, with_another_child, with_another_option]
+
+
+def of_what_is_between(change: Callable[[Any], None]) -> Callable[[Any], None]:
+    return lambda block: change(block.act if isinstance(block, Block) else block[1])
 
 
 CHANGES: dict[str, tuple[Callable[[], nn.Module], Callable[[Any], object]]] = {
@@ -154,22 +286,72 @@ CHANGES: dict[str, tuple[Callable[[], nn.Module], Callable[[Any], object]]] = {
     "no gate": (MaybeGated, lambda m: setattr(m, "gate", None)),
     "helper of a holder": (Layer, lambda m: setattr(m.into, "act", torch.relu)),
     "another layer": (Row, lambda m: m.layers.append(nn.Identity())),
-}
+    "option": (
+        with_forward(
+            "z = self.up(x)\nreturn self.down(self.act(z if self.limit is None else z.clamp(max=self.limit)))"
+        ),
+        set_to("limit", 0.01),
+    ),
+    "option of a configuration": (
+        with_forward("y = self.down(self.act(self.up(x)))\nreturn y * 2 if self.config.flag else y"),
+        lambda m: setattr(m.config, "flag", True),
+    ),
+    "rate": (
+        with_forward("return self.down(F.dropout(self.act(self.up(x)), self.rate, self.training))"),
+        set_to("rate", 1.0),
+    ),
+    "option of a child": (Layer, set_to("into.slope", 1.5)),
+    "option of the class": (OfItsClass, set_to("after", True)),
+    "activation of the class": (OfItsClass, set_to("act", torch.relu)),
+    "option of an activation's class": (lambda: Block(Swish()), set_to("act.gain", 1.5)),
+    "chosen by a function": (choosing("choose(self)"), set_to("flag", False)),
+    "chosen by a child": (choosing("self.selector.act()"), set_to("selector.flag", False)),
+    "chosen by a parameter": (choosing("F.gelu if self.gamma is not None else F.relu"), set_to("gamma", None)),
+    "chosen by a length": (
+        choosing("F.gelu if len(self.blocks) > 1 else F.relu"), lambda m: m.blocks.append(nn.Identity())
+    ),
+    "named like a function": (choosing("F.relu"), set_to("relu", nn.LeakyReLU())),
+    **{
+        f"{change.__name__}, {name}": (make, of_what_is_between(change))
+        for name, make in BETWEEN.items()
+        for change in ITS_CHANGES
+    },
+}  # fmt: skip
+COMPILED = [
+    "option", "option of a configuration", "rate", "option of a child", "option of an activation",
+    "option of the class", "activation of the class", "option of an activation's class",
+]  # fmt: skip
+
+
+def check_change(change: str, called: bool, compiled: bool = False) -> None:
+    make, changed = CHANGES[change]
+    torch.manual_seed(0)
+    original, x = make(), torch.randn(2, 3, WIDTH)
+    block = copy.deepcopy(original)
+    # A block with a parameter of its own may stay as it is.
+    assert type(replaced(block)) is not type(original) or change == "chosen by a parameter"
+    run = torch.compile(block, backend="eager") if compiled else block
+    if called:
+        for _ in range(3):
+            torch.testing.assert_close(run(x), original(x))
+    changed(original)
+    changed(block)
+    for _ in range(3):
+        torch.testing.assert_close(run(x), original(x))
 
 
 @pytest.mark.parametrize("called", [False, True], ids=["before the first call", "after it"])
 @pytest.mark.parametrize("change", CHANGES)
 def test_it_computes_what_the_block_says_now(change: str, called: bool) -> None:
-    make, changed = CHANGES[change]
-    torch.manual_seed(0)
-    original, x = make(), torch.randn(2, 3, WIDTH)
-    block = copy.deepcopy(original)
-    assert fl.replace(block, strict=True).replaced
-    if called:
-        torch.testing.assert_close(block(x), original(x))
-    changed(original)
-    changed(block)
-    torch.testing.assert_close(block(x), original(x))
+    check_change(change, called)
+
+
+@pytest.mark.parametrize("change", COMPILED)
+def test_compiled_it_computes_what_the_block_says_now(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = count_fused_calls(monkeypatch)
+    torch._dynamo.reset()
+    check_change(change, called=True, compiled=True)
+    assert calls
 
 
 def test_an_attribute_of_a_class_that_changes() -> None:

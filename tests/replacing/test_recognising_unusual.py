@@ -71,40 +71,6 @@ def test_a_forward_with_another_kind_of_result_gives_it(name: str) -> None:
                 torch.testing.assert_close(block(given), twin(given))
 
 
-def limited(self: Any, x: Tensor) -> Tensor:
-    z = self.fc1(x)
-    return self.fc2(self.act(z if self.limit is None else z.clamp(max=self.limit)))  # type: ignore[no-any-return]
-
-
-def flagged(self: Any, x: Tensor) -> Tensor:
-    return double(self.fc2(self.act(self.fc1(x))), self.config.flag)
-
-
-def with_rate(self: Any, x: Tensor) -> Tensor:
-    return self.fc2(F.dropout(self.act(self.fc1(x)), self.rate, self.training))  # type: ignore[no-any-return]
-
-
-class Scaled(nn.Module):
-    """A child that holds the up linear, and writes out its activation."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.dense, self.slope = nn.Linear(K, N), 1.0
-
-    def forward(self, x: Tensor) -> Tensor:
-        z = self.dense(x)
-        return z * torch.sigmoid(self.slope * z)
-
-
-class Holding(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.into, self.out = Scaled(), nn.Linear(N, K)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.out(self.into(x))
-
-
 class Swish(nn.Module):
     def __init__(self, slope: float = 1.0) -> None:
         super().__init__()
@@ -112,71 +78,6 @@ class Swish(nn.Module):
 
     def forward(self, z: Tensor) -> Tensor:
         return z * torch.sigmoid(self._slope * z)
-
-
-class OfItsClass(nn.Module):
-    """What a block of this kind does is written in its class, until an instance says something else."""
-
-    after = False
-    act = staticmethod(F.silu)
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc1, self.fc2 = nn.Linear(K, N), nn.Linear(N, K)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.fc2(self.act(self.fc1(x)))
-        return torch.relu(y) if self.after else y
-
-
-class SwishOfItsClass(nn.Module):
-    slope = 1.0
-
-    def forward(self, z: Tensor) -> Tensor:
-        return z * torch.sigmoid(self.slope * z)
-
-
-def set_to(path: str, value: object) -> Callable[[nn.Module], None]:
-    holder, _, name = path.rpartition(".")
-
-    def change(block: nn.Module) -> None:
-        part: Any = block
-        for each in holder.split(".") if holder else ():
-            part = getattr(part, each)
-        setattr(part, name, value)
-
-    return change
-
-
-CHANGES: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module], None]]] = {
-    "option": (lambda: block_with(limited), set_to("limit", 0.01)),
-    "option of a configuration": (lambda: block_with(flagged), set_to("config.flag", True)),
-    "rate": (lambda: block_with(with_rate), set_to("rate", 1.0)),
-    "option of a child": (Holding, set_to("into.slope", 1.5)),
-    "option of an activation": (lambda: Block(Swish()), set_to("act._slope", 1.5)),
-    "option of the class": (OfItsClass, set_to("after", True)),
-    "activation of the class": (OfItsClass, set_to("act", torch.relu)),
-    "option of an activation's class": (lambda: Block(SwishOfItsClass()), set_to("act.slope", 1.5)),
-}
-
-
-@pytest.mark.parametrize("name", CHANGES)
-@pytest.mark.parametrize("compiled", [False, True])
-def test_an_option_that_changes_later_is_noticed(name: str, compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    build, change = CHANGES[name]
-    block, x = build(), torch.randn(2, 3, K)
-    twin = copy.deepcopy(block)
-    calls = count_fused_calls(monkeypatch)
-    fl.replace(block)
-    torch._dynamo.reset()
-    run = torch.compile(block, backend="eager") if compiled else block
-    for _ in range(3):
-        torch.testing.assert_close(run(x), twin(x))
-    assert calls
-    for each in (block, twin):
-        change(each)
-    for _ in range(3):
-        torch.testing.assert_close(run(x), twin(x))
 
 
 def test_blocks_that_differ_in_a_private_option_are_told_apart() -> None:

@@ -92,6 +92,28 @@ class Norm(nn.Module):
         return x + self.down(self.act(self.up(self.norm(x))))
 
 
+class Activation(nn.Module):
+    """With a child that computes it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.GELU()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x)
+
+
+class Gate(nn.Module):
+    """The first half of a gated FFN."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.up = nn.Linear(6, 10), nn.Linear(6, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.silu(self.gate(x)) * self.up(x)
+
+
 INSIDE_RULE = FFNRule(Norm, up="up", down="down", activation="act", inside="forward")
 
 # A block, the class that is patched after replace, and its method.
@@ -103,6 +125,10 @@ PATCHED: dict[str, tuple[Callable[[], nn.Module], type[nn.Module], str]] = {
     "inside": (Norm, Norm, "forward"),
     "activation": (mlp, nn.GELU, "forward"),
     "activation inside": (Norm, nn.GELU, "forward"),
+    "activation with a child": (lambda: mlp(Activation()), Activation, "forward"),
+    "child of an activation": (lambda: mlp(Activation()), nn.GELU, "forward"),
+    "GLU": (lambda: nn.Sequential(nn.Linear(6, 20), nn.GLU(), nn.Linear(10, 6)), nn.GLU, "forward"),
+    "gate": (lambda: nn.Sequential(Gate(), nn.Linear(10, 6)), Gate, "forward"),
     "dropout": (lambda: mlp(p=0.5), nn.Dropout, "forward"),
     "linear": (mlp, nn.Linear, "forward"),
     "split-k linear": (lambda: nn.ModuleDict({"head": nn.Linear(6, 5)}), nn.Linear, "forward"),

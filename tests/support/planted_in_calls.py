@@ -37,7 +37,7 @@ CALLS: tuple[Fault, ...] = (
     _fault(
         "attributes of a class not watched", "fusedlayers/modules/children.py",
         "return {name: value for name, value in static.items() if not isinstance(value, type)} | ", "return ",
-        "replacing/test_recognising_unusual changes_later",
+        "replacing/test_later_changes says_now",
     ),
     _fault(
         "sum of dW that no chunk begins", "fusedlayers/functional/linear_cross_entropy/chunked.py",
