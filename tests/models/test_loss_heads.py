@@ -16,7 +16,19 @@ import fusedlayers as fl
 from fusedlayers.closeness import assert_all_close
 from fusedlayers.replacing.loss import FusedLossHead
 from fusedlayers.replacing.loss.lazy_logits import LazyLogits
-from tests.models.loss_heads import FAMILIES, WIDTH, WORDS, build, in_kernels, losses, replaced, results, text, truth
+from tests.models.loss_heads import (
+    FAMILIES,
+    WIDTH,
+    WORDS,
+    Inputs,
+    build,
+    in_kernels,
+    losses,
+    replaced,
+    results,
+    text,
+    truth,
+)
 from tests.support.ffn_blocks import assert_same
 from tests.support.operands import Tensors, assert_close_or_again, needs_kernels
 
@@ -34,17 +46,22 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
+def assert_kernels_compute_the_same(model: Any, inputs: Inputs, patch: pytest.MonkeyPatch, **options: Any) -> Tensors:
+    """As torch does, in one loss without logits; what the kernels gave."""
+    exact = truth(copy.deepcopy(model), inputs, **options)
+    expected = results(model, inputs, **options)
+    replaced(model)
+    with in_kernels(patch) as paths:
+        found = results(model, inputs, **options)
+    assert losses(paths) == 1
+    assert_all_close(found, expected, exact)
+    return found
+
+
 @pytest.mark.interpreter
 @each_family
 def test_the_kernels_compute_the_same(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, inputs = build(name), text()
-    exact = truth(copy.deepcopy(model), inputs)
-    expected = results(model, inputs)
-    replaced(model)
-    with in_kernels(monkeypatch) as paths:
-        found = results(model, inputs)
-    assert losses(paths) == 1
-    assert_all_close(found, expected, exact)
+    assert_kernels_compute_the_same(build(name), text(), monkeypatch)
 
 
 @pytest.mark.interpreter
@@ -54,14 +71,9 @@ def test_the_kernels_take_what_the_loss_function_takes(case: str, name: str, mon
     model, inputs = build(name), text()
     if "ignore_index" in OPTIONS[case]:
         inputs["labels"][inputs["labels"] < 0] = 5
-    exact = truth(copy.deepcopy(model), inputs, **OPTIONS[case])
-    expected = results(model, inputs, **OPTIONS[case])
-    assert expected["loss"] != results(model, inputs)["loss"] or case in ("mean", "tuple", "ignoring another")
-    replaced(model)
-    with in_kernels(monkeypatch) as paths:
-        found = results(model, inputs, **OPTIONS[case])
-    assert losses(paths) == 1
-    assert_all_close(found, expected, exact)
+    usual = results(model, inputs)["loss"]
+    found = assert_kernels_compute_the_same(model, inputs, monkeypatch, **OPTIONS[case])
+    assert found["loss"] != usual or case in ("mean", "tuple", "ignoring another")
 
 
 @pytest.mark.interpreter
@@ -335,14 +347,8 @@ def test_checkpointed_layers(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_frozen_head(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model: Any = build(name)
     model.lm_head.weight.requires_grad_(False)
-    inputs = text()
-    exact = truth(copy.deepcopy(model), inputs)
-    expected = results(model, inputs)
-    replaced(model)
-    with in_kernels(monkeypatch):
-        found = results(model, inputs)
+    found = assert_kernels_compute_the_same(model, text(), monkeypatch)
     assert found["d model.embed_tokens.weight" if "tied" in name else "d lm_head.weight"] is None
-    assert_all_close(found, expected, exact)
 
 
 @pytest.mark.interpreter

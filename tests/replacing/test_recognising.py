@@ -15,6 +15,7 @@ from fusedlayers.closeness import assert_all_close
 from fusedlayers.replacing.ffn import choosing
 from tests.support.ffn_blocks import assert_same, count_fused_calls, results
 from tests.support.recognised_blocks import BLOCKS, K, LayerOfMany, N, NanoGPT, Phi3
+from tests.support.written import written
 
 each_block = pytest.mark.parametrize("name", BLOCKS)
 # Compiling takes long: every third shows it, and `make test-full` compiles all.
@@ -115,24 +116,6 @@ class Block(nn.Module):
         self.fc1, self.fc2, self.act = nn.Linear(K, N), nn.Linear(N, K), nn.SiLU()
 
 
-class Clamped(Block):
-    def forward(self, x: Tensor) -> Tensor:
-        return self.fc2(self.act(self.fc1(x)).clamp(max=7.0))
-
-
-class Scaled(Block):
-    def forward(self, x: Tensor) -> Tensor:
-        return self.fc2(self.act(self.fc1(x) * 1.001))
-
-
-class Sparse(Block):
-    """As in Gemma 3n: the smaller part of the hidden is left out."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        z = self.fc1(x)
-        return self.fc2(self.act((z - z.mean(-1, keepdim=True)).relu()))
-
-
 class StraightThrough(torch.autograd.Function):
     @staticmethod
     def forward(ctx: object, x: Tensor) -> Tensor:
@@ -143,39 +126,41 @@ class StraightThrough(torch.autograd.Function):
         return dy
 
 
-class OtherSlope(Block):
-    """relu in the forward pass, but not in the backward pass."""
+# Forwards, and what is said of them.
+LEFT: dict[str, tuple[str, str]] = {
+    "clamped": (
+        "return self.fc2(self.act(self.fc1(x)).clamp(max=7.0))",
+        "its forward cuts values off by clamp in `return self.fc2(self.act(self.fc1(x)).clamp(max=7.0))`",
+    ),
+    "scaled": (
+        "return self.fc2(self.act(self.fc1(x) * 1.001))",
+        "its fc2 takes 1.001 * fc1(x) * sigmoid(1.001 * fc1(x)), which is no activation of fc1(x)",
+    ),
+    # As in Gemma 3n: the smaller part of the hidden is left out.
+    "sparse": (
+        "z = self.fc1(x)\nreturn self.fc2(self.act((z - z.mean(-1, keepdim=True)).relu()))",
+        "its fc2 takes relu(fc1(x) + -1 * mean(fc1(x))) * sigmoid(",
+    ),
+    "another slope in the backward pass": (
+        "return self.fc2(StraightThrough.apply(self.fc1(x)))",
+        "its forward reads the apply of something in `return self.fc2(StraightThrough.apply(self.fc1(x)))`",
+    ),
+    "refusing": (
+        "raise RuntimeError('not today')", "its forward has a raise statement in `raise RuntimeError('not today')`"
+    ),
+}  # fmt: skip
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.act = None
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.fc2(StraightThrough.apply(self.fc1(x)))
-
-
-class Refusing(Block):
-    def forward(self, x: Tensor) -> Tensor:
-        raise RuntimeError("not today")
-
-
-LEFT: dict[type[Block], str] = {
-    Clamped: "its forward cuts values off by clamp in `return self.fc2(self.act(self.fc1(x)).clamp(max=7.0))`",
-    Scaled: "its fc2 takes 1.001 * fc1(x) * sigmoid(1.001 * fc1(x)), which is no activation of fc1(x)",
-    Sparse: "its fc2 takes relu(fc1(x) + -1 * mean(fc1(x))) * sigmoid(",
-    OtherSlope: "its forward reads the apply of something in `return self.fc2(StraightThrough.apply(self.fc1(x)))`",
-    Refusing: "its forward has a raise statement in `raise RuntimeError('not today')`",
-}
-
-
-@pytest.mark.parametrize("kind", LEFT)
-def test_what_is_no_ffn_is_left_with_the_reason(kind: type[Block]) -> None:
+@pytest.mark.parametrize("name", LEFT)
+def test_what_is_no_ffn_is_left_with_the_reason(name: str) -> None:
+    body, reason = LEFT[name]
+    kind = written(Block, body)
     model = nn.ModuleList([kind(), NanoGPT()])
     report = fl.replace(model)
     assert [entry.path for entry in report.replaced] == ["1"]
     [entry] = report.skipped
     assert (entry.path, entry.module) == ("0", kind.__name__)
-    assert LEFT[kind] in entry.reason
+    assert reason in entry.reason
     assert entry.reason.startswith("looks like an FFN (fc1, fc2: 6 -> 10 -> 6), but ")
     assert type(model[0]) is kind
 
