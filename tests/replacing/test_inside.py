@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import math
 import subprocess
 import sys
 from collections.abc import Callable
@@ -13,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fusedlayers as fl
@@ -26,43 +24,7 @@ from tests.support.ffn_blocks import (
     pickled,
     results,
 )
-
-
-class DropoutForAll(Layer):
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.drop(self.attention(x))
-        return x + self.drop(self.down(self.drop(self.act(self.up(x)))))
-
-
-class NumberForAll(Layer):
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + F.dropout(self.attention(x), self.p, self.training)
-        hidden = F.dropout(self.act(self.up(x)), p=self.p, training=self.training)
-        return F.dropout(self.down(hidden), self.p, self.training)
-
-
-class NumberReadFirst(Layer):
-    def forward(self, x: Tensor) -> Tensor:
-        p, training = self.p, self.training
-        return self.down(F.dropout(input=self.act(self.up(x)), p=p, training=training))
-
-
-class ActivationForAll(Layer):
-    def forward(self, x: Tensor) -> Tensor:
-        return self.act(self.down(self.act(self.up(self.act(x)))))
-
-
-class TwoFFNs(Layer):
-    def forward(self, x: Tensor) -> Tensor:
-        first = self.act(self.up(x))
-        return self.down(self.act(self.up(x + 1))) + self.down(first)
-
-
-class Tied(Layer):
-    """The down linear is none of the FFN's alone."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(self.act(self.up(x))) + self.down(x.repeat_interleave(2, -1)[..., :10])
+from tests.support.written import written
 
 
 class InPlace(Layer):
@@ -70,74 +32,22 @@ class InPlace(Layer):
         super().__init__(p)
         self.act = nn.SiLU(inplace=True)
 
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = self.up(x)
-        self.act(hidden)
-        F.dropout(hidden, self.p, self.training, inplace=True)
-        return self.down(hidden)
+
+class Gated(Layer):
+    def __init__(self, p: float = 0.25) -> None:
+        super().__init__(p)
+        self.gate: nn.Module | None = nn.Linear(6, 10)
 
 
-class ByName(Layer):
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(input=self.act(input=self.up(input=x)))
-
-
-class WrittenOut(Layer):
-    """The activation is no part, and no function of torch's."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = self.up(x)
-        hidden = hidden * 0.5 * (1.0 + torch.erf(hidden / math.sqrt(2.0)))
-        return x + self.down(hidden)
+class Packed(Layer):
+    def __init__(self, p: float = 0.25) -> None:
+        super().__init__(p)
+        self.up = nn.Linear(6, 20)
 
 
 class InSuper(Layer):
     def forward(self, x: Tensor) -> Tensor:
         return self.down(self.act(self.up(x))) + super().extra_repr().count("x")
-
-
-class InPlaceProduct(Layer):
-    def __init__(self, p: float = 0.25) -> None:
-        super().__init__(p)
-        self.gate = nn.Linear(6, 10)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + 1
-        hidden = self.act(self.gate(x))
-        hidden *= self.up(x)
-        return x + self.down(hidden)
-
-
-class Halves(Layer):
-    def __init__(self, p: float = 0.25) -> None:
-        super().__init__(p)
-        self.up = nn.Linear(6, 20)
-
-    def forward(self, x: Tensor) -> Tensor:
-        both = self.up(x).chunk(2, dim=-1)
-        gate, up = both
-        return x + self.down(self.act(gate) * up) + self.down(self.norm(x.repeat_interleave(2, -1)[..., :10]))
-
-
-class Conditional(Layer):
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = self.act(self.up(x)) if self.p < 1 else self.up(x)
-        if self.p > 2:
-            hidden = hidden * 2
-        return x + self.down(hidden)
-
-
-class MaybeGated(Layer):
-    def __init__(self, p: float = 0.25) -> None:
-        super().__init__(p)
-        self.gate: nn.Module | None = nn.Linear(6, 10)
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.gate is not None and not hasattr(self, "plain"):
-            hidden = self.act(self.gate(x)) * self.up(x)
-        else:
-            hidden = self.act(self.up(x))
-        return x + self.down(hidden)
 
 
 class Into(nn.Module):
@@ -170,24 +80,80 @@ class InChildren(nn.Module):
         return self.out_of(self.into(x), x=x) + x
 
 
-# How often the FFN is computed in one piece.
-FUSED: dict[type[nn.Module], int] = {
-    DropoutForAll: 1,
-    NumberForAll: 1,
-    NumberReadFirst: 1,
-    ActivationForAll: 1,
-    InPlace: 1,
-    TwoFFNs: 2,
-    Tied: 1,
-    ByName: 1,
-    WrittenOut: 1,
-    InSuper: 1,
-    InPlaceProduct: 1,
-    Halves: 1,
-    Conditional: 1,
-    InChildren: 1,
-    MaybeGated: 1,
-}
+# A layer's forward, and how often its FFN is computed in one piece.
+FORWARDS: dict[str, tuple[type[Layer], str, int]] = {
+    "DropoutForAll": (
+        Layer,
+        "x = x + self.drop(self.attention(x))\nreturn x + self.drop(self.down(self.drop(self.act(self.up(x)))))",
+        1,
+    ),
+    "NumberForAll": (
+        Layer,
+        "x = x + F.dropout(self.attention(x), self.p, self.training)\n"
+        "hidden = F.dropout(self.act(self.up(x)), p=self.p, training=self.training)\n"
+        "return F.dropout(self.down(hidden), self.p, self.training)",
+        1,
+    ),
+    "NumberReadFirst": (
+        Layer,
+        "p, training = self.p, self.training\n"
+        "return self.down(F.dropout(input=self.act(self.up(x)), p=p, training=training))",
+        1,
+    ),
+    "ActivationForAll": (Layer, "return self.act(self.down(self.act(self.up(self.act(x)))))", 1),
+    "TwoFFNs": (
+        Layer,
+        "first = self.act(self.up(x))\nreturn self.down(self.act(self.up(x + 1))) + self.down(first)",
+        2,
+    ),
+    # The down linear is none of the FFN's alone.
+    "Tied": (
+        Layer, "return self.down(self.act(self.up(x))) + self.down(x.repeat_interleave(2, -1)[..., :10])", 1
+    ),
+    "InPlaceEverywhere": (
+        InPlace,
+        "hidden = self.up(x)\nself.act(hidden)\n"
+        "nn.functional.dropout(hidden, self.p, self.training, inplace=True)\nreturn self.down(hidden)",
+        1,
+    ),
+    "ByName": (Layer, "return self.down(input=self.act(input=self.up(input=x)))", 1),
+    # The activation is no part, and no function of torch's.
+    "WrittenOut": (
+        Layer,
+        "hidden = self.up(x)\nhidden = hidden * 0.5 * (1.0 + torch.erf(hidden / 2**0.5))\n"
+        "return x + self.down(hidden)",
+        1,
+    ),
+    "InPlaceProduct": (
+        Gated,
+        "x = x + 1\nhidden = self.act(self.gate(x))\nhidden *= self.up(x)\nreturn x + self.down(hidden)",
+        1,
+    ),
+    "Halves": (
+        Packed,
+        "both = self.up(x).chunk(2, dim=-1)\ngate, up = both\n"
+        "return x + self.down(self.act(gate) * up)"
+        " + self.down(self.norm(x.repeat_interleave(2, -1)[..., :10]))",
+        1,
+    ),
+    "Conditional": (
+        Layer,
+        "hidden = self.act(self.up(x)) if self.p < 1 else self.up(x)\n"
+        "if self.p > 2:\n    hidden = hidden * 2\nreturn x + self.down(hidden)",
+        1,
+    ),
+    "MaybeGated": (
+        Gated,
+        "if self.gate is not None and not hasattr(self, 'plain'):\n"
+        "    hidden = self.act(self.gate(x)) * self.up(x)\n"
+        "else:\n    hidden = self.act(self.up(x))\nreturn x + self.down(hidden)",
+        1,
+    ),
+}  # fmt: skip
+KINDS: dict[str, type[nn.Module]] = {
+    name: written(base, body, name=name) for name, (base, body, _) in FORWARDS.items()
+} | {"InSuper": InSuper, "InChildren": InChildren}
+FUSED = {KINDS[name]: FORWARDS[name][2] if name in FORWARDS else 1 for name in KINDS}
 each_kind = pytest.mark.parametrize("kind", FUSED, ids=lambda kind: kind.__name__)
 
 
@@ -221,7 +187,7 @@ def test_results_and_gradients_are_the_methods_own(
 
 
 def test_an_option_that_decides_is_asked_at_every_call(fused_calls: list[float]) -> None:
-    own, twin = replaced(Conditional, 0.25)
+    own, twin = replaced(KINDS["Conditional"], 0.25)
     for p in (1.5, 2.5, 0.25):
         own.p = twin.p = p
         x = torch.randn(3, 6)
@@ -231,7 +197,7 @@ def test_an_option_that_decides_is_asked_at_every_call(fused_calls: list[float])
 
 @pytest.mark.parametrize("compiled", [False, True])
 def test_a_child_that_decides_is_asked_for_at_every_call(compiled: bool, fused_calls: list[float]) -> None:
-    own, twin = replaced(MaybeGated, 0.25)
+    own, twin = replaced(KINDS["MaybeGated"], 0.25)
     torch._dynamo.reset()
     run = torch.compile(twin, backend="eager", fullgraph=True) if compiled else twin
     x = torch.randn(3, 6)
@@ -244,7 +210,7 @@ def test_a_child_that_decides_is_asked_for_at_every_call(compiled: bool, fused_c
     assert compiled or len(fused_calls) == 1
 
 
-@pytest.mark.parametrize("kind", [InChildren, Halves])
+@pytest.mark.parametrize("kind", [InChildren, KINDS["Halves"]])
 def test_tensors_that_are_not_plain_go_through_the_parts(kind: type[nn.Module], fused_calls: list[float]) -> None:
     own, twin = replaced(kind, 0.0)
     x = torch.randn(3, 6).as_subclass(TaggedTensor)
@@ -291,7 +257,7 @@ print(type(layer).__name__)
 
 
 def test_in_inference_mode() -> None:
-    _, twin = replaced(DropoutForAll, 0.0)
+    _, twin = replaced(KINDS["DropoutForAll"], 0.0)
     with torch.inference_mode():
         assert twin(torch.randn(3, 6)).shape == (3, 6)
 
@@ -303,7 +269,7 @@ def test_an_error_shows_the_line_of_the_author() -> None:
     assert any(__file__ == entry.path.__fspath__() and "self.norm(x) + 1" in str(entry) for entry in caught.traceback)
 
 
-@pytest.mark.parametrize("kind", [DropoutForAll, NumberForAll])
+@pytest.mark.parametrize("kind", [KINDS["DropoutForAll"], KINDS["NumberForAll"]])
 def test_every_dropout_drops(kind: type[Layer]) -> None:
     """Of what p = 0.9 drops everywhere: ones stay 0.1 of the time after each dropout."""
     _, twin = replaced(kind, 0.9)
@@ -313,15 +279,17 @@ def test_every_dropout_drops(kind: type[Layer]) -> None:
         twin.attention.bias.fill_(1.0)
         twin.down.bias.fill_(1.0)
     y = twin(torch.zeros(2000, 6))
-    if kind is NumberForAll:
+    if kind is KINDS["NumberForAll"]:
         assert 0.05 < (y != 0).float().mean() < 0.15
     else:
         assert 0.14 < (y != 0).float().mean() < 0.24
 
 
-@pytest.mark.parametrize("kind", [DropoutForAll, NumberForAll, TwoFFNs, WrittenOut, InPlaceProduct, Halves, InChildren])
-def test_compiled(kind: type[nn.Module]) -> None:
-    own, twin = replaced(kind, 0.0)
+@pytest.mark.parametrize(
+    "name", ["DropoutForAll", "NumberForAll", "TwoFFNs", "WrittenOut", "InPlaceProduct", "Halves", "InChildren"]
+)
+def test_compiled(name: str) -> None:
+    own, twin = replaced(KINDS[name], 0.0)
     torch._dynamo.reset()
     x = torch.randn(4, 6)
     compiled = torch.compile(twin, backend="aot_eager", fullgraph=True)

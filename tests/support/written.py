@@ -20,10 +20,16 @@ def remembered(source: str) -> str:
     return name
 
 
-def written(base: type[Any], body: str, arguments: str = "self, x") -> type[Any]:
-    """A class derived from ``base`` with this forward, which may use every name of the module of ``base``."""
+def written(base: type[Any], body: str, arguments: str = "self, x", name: str = "Written") -> type[Any]:
+    """A class derived from ``base`` with this forward, which may use every name of the module of ``base``.
+
+    Under a name of its own it lies in that module, where pickle finds it.
+    """
     module: ModuleType = sys.modules[base.__module__]
     source = f"def forward({arguments}):\n{textwrap.indent(body, '    ')}\n"
     found: dict[str, Any] = {}
     exec(compile(source, remembered(source), "exec", dont_inherit=True), vars(module), found)
-    return type("Written", (base,), found | {"__module__": base.__module__})
+    made = type(name, (base,), found | {"__module__": base.__module__})
+    if name != "Written":
+        setattr(module, name, made)
+    return made
