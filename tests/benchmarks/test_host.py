@@ -71,8 +71,6 @@ def test_a_loop_gives_all_gradients_or_none(threads: bool) -> None:
     once = [leaf.grad for leaf in loop.leaves]
     loop.run_all(run)
     for leaf, gradient in zip(loop.leaves, once, strict=True):
-        assert leaf.grad is not None
-        assert gradient is not None
         assert torch.equal(leaf.grad, gradient)
     assert seen == [threads] * 2
     loop.forget()

@@ -127,7 +127,6 @@ def test_what_the_kernels_would_do_on_an_h200(
     assert found["FLOPs"] == f"{plan.flops:,}"
     assert found["saved bytes"] == f"{2 * 2**20 * 64:,} for the backward pass"
     assert found["workspace"] == f"{plan.workspace_bytes:,} bytes of temporary memory"
-    assert plan.floor_seconds is not None
     least = 1e6 * max(plan.flops / 790e12, plan.bytes / 4.3e12)
     assert found["floor"] == f"at least {least:.1f} µs at the device's measured peak rates"
     assert {name for name in found if name.startswith("not ")} == {"not epilogue", "not torch"}

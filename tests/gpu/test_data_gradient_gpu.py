@@ -98,7 +98,6 @@ def test_what_is_no_number_stays(dtype: torch.dtype) -> None:
     for row, value in enumerate(values):
         d_pre[row, 5 * row] = value
     dx = in_groups([(d_pre, torch.ones(32, 64, device=DEVICE, dtype=dtype))], 8)
-    assert dx is not None
     for row, value in enumerate(values):
         expected = torch.full((64,), value, dtype=dtype, device=DEVICE)
         assert torch.equal(dx[row].nan_to_num(7.0, 8.0, 9.0), expected.nan_to_num(7.0, 8.0, 9.0)), value
@@ -136,7 +135,6 @@ def test_more_than_two_to_the_31_elements() -> None:
     [(few, weight)] = integers((64, units, width), BFLOAT16, 1)
     d_pre = few.repeat(-(-rows // 64), 1)[:rows]
     dx = in_groups([(d_pre, weight)], 24)
-    assert dx is not None
     expected = rounded([(few, weight)])
     for first in range(0, rows, 2**18):
         part = dx[first : first + 2**18]
@@ -210,6 +208,5 @@ def test_what_is_planned_is_close_to_torch_within_the_limit(
     gradients = sum(tensor.grad.nbytes for tensor in named.values() if tensor is not None and tensor.grad is not None)
     extra = torch.cuda.max_memory_allocated() - before - gradients
     x = named["x"]
-    assert x is not None
     # The allocator rounds every tensor up to 512 bytes.
     assert 0 < extra <= max(LEAST_WORKSPACE, WORKSPACE_COPIES * x.nbytes) + 2**14

@@ -177,7 +177,6 @@ def test_strided_biases() -> None:
     inputs, dy, expected = exact_ffn(*EXACT_SIZE, BFLOAT16, gated=True, activation="relu")
     for name in ("b_up", "b_gate", "b_down"):
         bias = inputs[name]
-        assert bias is not None
         inputs = {**inputs, name: torch.stack([bias, torch.full_like(bias, float("nan"))], 1)[:, 0]}
     with on_path("kernels") as options:
         assert_equal(results(functional.ffn, inputs, dy, activation="relu", **options), expected)
@@ -187,7 +186,6 @@ def test_expanded_x_and_the_gradient_of_a_sum() -> None:
     """Stride 0 in x, and in dy, which is what ``sum().backward()`` sends."""
     inputs, _, _ = exact_ffn(1, 64, 200, 64, BFLOAT16, activation="relu")
     x = inputs["x"]
-    assert x is not None
     dense = leaves({**inputs, "x": x.expand(100, 64).contiguous()})
     truth = leaves(in_float64(dense))
     expected = reference.ffn(**truth, activation="relu")
@@ -200,7 +198,6 @@ def test_expanded_x_and_the_gradient_of_a_sum() -> None:
     for name, tensor in truth.items():
         if tensor is not None:
             ours = expanded[name]
-            assert ours is not None
             assert torch.equal(ours.grad, tensor.grad.to(BFLOAT16)), name
 
 
@@ -240,7 +237,6 @@ def test_nan_and_infinity_come_out_where_torch_has_them(
                     "dy": clean_dy.clone()
                 }
                 target = planted[where]
-                assert target is not None
                 target.view(-1)[target.numel() // 3] = value
                 dy = planted.pop("dy")
                 ours = results(functional.ffn, planted, dy, activation=activation, **options)

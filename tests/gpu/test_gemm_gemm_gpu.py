@@ -94,7 +94,6 @@ def test_matrices_that_serve_every_batch_entry(shared: tuple[str, ...]) -> None:
 def test_nan_and_infinity_come_out_where_torch_has_them(value: float, where: str) -> None:
     inputs, de = drawn((2, 70, 32, 40, 32), BFLOAT16)
     planted = {**inputs, "de": de}[where]
-    assert planted is not None
     planted.view(-1)[planted.numel() // 3] = value
     with on_path("kernels"):
         ours = results(functional.gemm_gemm, inputs, de)

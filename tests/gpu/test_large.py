@@ -112,7 +112,6 @@ def compare_in_chunks(
         for name, tensor in expected.items():
             if name in without:
                 continue
-            assert tensor is not None
             if name in ("y", "dx"):
                 assert torch.equal(found[name][rows], tensor.to(BFLOAT16)), f"{name}, rows from {first} on"
             else:

@@ -60,8 +60,6 @@ def test_a_loss_that_is_scaled_by_another_factor() -> None:
         )
     for name in ("dinput", "dlinear_weight"):
         gradient, scaled = one[name], other[name]
-        assert gradient is not None
-        assert scaled is not None
         assert torch.equal(scaled, (gradient.float() * torch.tensor(0.3, device=DEVICE)).bfloat16())
 
 
@@ -96,8 +94,6 @@ def test_the_same_bits_every_time(reduction: str, path: str, rows: int | None) -
             again = results(functional.linear_cross_entropy, inputs, reduction=reduction)
             for name, tensor in first.items():
                 other = again[name]
-                assert tensor is not None
-                assert other is not None
                 assert torch.equal(tensor, other), name
 
 
@@ -154,13 +150,9 @@ def test_more_than_two_to_the_31_logits() -> None:
         if tensor is not None:
             torch.testing.assert_close(tensor, found[1][name], rtol=2e-2, atol=1e-3)
     input, weight, target = (inputs[name] for name in ("input", "linear_weight", "target"))
-    assert input is not None
-    assert weight is not None
-    assert target is not None
     last = input[-64:].clone().requires_grad_()
     F.cross_entropy(F.linear(last, weight).float(), target[-64:], reduction="sum", ignore_index=IGNORED).backward()
     dx = found[0]["dinput"]
-    assert dx is not None
     torch.testing.assert_close(dx[-64:], last.grad, rtol=2e-2, atol=1e-3)
 
 

@@ -168,7 +168,4 @@ def test_more_than_two_to_the_31_logits(machine: dict[str, Any]) -> None:
             found = results(functional.linear_cross_entropy, inputs, upstream=[upstream], reduction="none")
             for name in ("result 0", "dinput"):
                 mine, other, truth = found[name], theirs[name], exact[name]
-                assert mine is not None
-                assert other is not None
-                assert truth is not None
                 assert_close(mine[-300:], other, truth, name)

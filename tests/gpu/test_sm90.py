@@ -139,7 +139,6 @@ def test_transposed_weights(width: int, launched: list[str]) -> None:
     inputs, dy, expected = exact_ffn(200, width, 192, width, BFLOAT16, activation="relu")
     for role in ("w_up", "w_down"):
         weight = inputs[role]
-        assert weight is not None
         turned = {**inputs, role: weight.T.contiguous().T}
         with on_path("kernels") as options:
             assert_equal(results(functional.ffn, turned, dy, activation="relu", **options), expected)

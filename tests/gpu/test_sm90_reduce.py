@@ -64,7 +64,6 @@ def rows_in_memory(tensors: Tensors, dim: int, transposed: tuple[bool, bool] = (
     found: dict[str, Tensor] = {}
     for name, turn in turned.items():
         tensor = tensors[name]
-        assert tensor is not None
         found[name] = tensor.mT.contiguous().mT if turn else tensor.contiguous()
     return found
 
@@ -74,8 +73,6 @@ def assert_planned(inputs: Tensors, size: Size, op: str, dim: int, costly: bool,
     _, kept, reduced, width = size
     problem = GEMM_REDUCE.problem_of(**inputs, op=op, dim=dim, **options)
     plan = planning.plan(problem, replace(describe(DEVICE), sms=SMS), "triton")
-    assert plan.forward_tiles is not None
-    assert plan.forward_tiles.sm90 is not None
     assert plan.forward_tiles.sm90 == sm90_reduce_config(kept, reduced, width, SMS, costly)
 
 
@@ -87,7 +84,6 @@ def test_cases_have_every_tile() -> None:
     tiles = set()
     for (_, kept, reduced, width), expected in CASES.items():
         config = sm90_reduce_config(kept, reduced, width, SMS)
-        assert config is not None
         assert (config.consumers, config.block) == expected
         tiles.add(expected)
     assert {consumers for consumers, _ in tiles} == {1, 2, 4}
@@ -177,7 +173,6 @@ def test_padding_is_not_read_from_the_next_entry(
         found = results(functional.gemm_reduce, inputs, dy, op=op, dim=-1)
     assert launched
     for name, tensor in found.items():
-        assert tensor is not None
         assert bool(tensor[[0, 2]].isfinite().all()), name
     assert bool(found["y"][1].isnan().all())  # type: ignore[index]
 
@@ -276,13 +271,11 @@ def test_packed_rows_and_the_bands_around_outputs(op: str, kept: int, splits: in
     offsets = torch.tensor([0, *lengths]).cumsum(0).to(DEVICE, torch.int32)
     indices = op == "max"
     config = sm90_reduce_config(kept, 88, width, SMS, costly=indices)
-    assert config is not None
     operands = ReduceOperands(
         a.to(BFLOAT16).expand(len(lengths), -1, -1), b.to(BFLOAT16), None, None, None, None, offsets,
         ReduceArithmetic(op, "identity", "ieee", "half"),
     )  # fmt: skip
     matrices = sm90.takes(operands, config)
-    assert matrices is not None
     shape = (splits, len(lengths), kept)
     buffers = [
         banded(*shape, dtype=torch.float32),

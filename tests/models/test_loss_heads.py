@@ -94,7 +94,6 @@ def test_the_kernels_compute_the_same_in_16_bits(
                 found = results(model, inputs)
         assert losses(paths) == 1
         loss = found["loss"]
-        assert loss is not None
         assert loss.dtype is torch.float32
         return found, expected, exact
 
@@ -142,7 +141,6 @@ def test_the_report() -> None:
     assert str(entry).startswith(f"lm_head, loss_function: {WIDTH} -> {WORDS} classes, without logits")
     # The kernels may run nowhere on a CPU, and keep what torch keeps there.
     assert entry.why_no_kernels is not None
-    assert entry.saved_bytes is not None
     assert entry.saved_bytes[0] == entry.saved_bytes[1] == 4 * (WIDTH + WORDS) + 8
 
 
@@ -151,7 +149,6 @@ def test_the_report_of_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     with in_kernels(monkeypatch):
         entry = replaced(build("Llama"))
     assert (entry.plan, entry.why_no_kernels) == ("chunked", None)
-    assert entry.saved_bytes is not None
     # Of the logits nothing; the gradients of the input and, shared by many tokens, of the weight. And the targets.
     assert entry.saved_bytes == (4 * (WIDTH + WORDS) + 8, 4 * 2 * WIDTH + 8)
 

@@ -136,7 +136,6 @@ def test_a_pair_is_the_first_paragraph_and_the_code_without_any_text() -> None:
         '        A secret.\n        """\n        # hidden\n        def inner():\n            "also hidden"\n'
         '        "hidden comment"\n        return inner(HTTPServer.read_CRLF, "kept")\n'
     )
-    assert pair is not None
     assert pair.name == "module.Reader.readLine"
     assert pair.query == "Read a line, and no more."
     assert pair.query_words == ("read", "a", "line", "and", "no", "more")

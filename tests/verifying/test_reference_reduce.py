@@ -77,7 +77,6 @@ def test_results_have_the_dtype_of_autocast(op: str, product: bool) -> None:
     for tensor in found if product else (found,):
         assert tensor.dtype == torch.bfloat16
     (found[0] if product else found).float().sum().backward()
-    assert bias.grad is not None
     assert bias.grad.dtype == torch.float32
 
 
