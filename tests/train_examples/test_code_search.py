@@ -3,31 +3,23 @@
 from __future__ import annotations
 
 import ast
-import inspect
 import itertools
 import json
 import math
-import os
-import shutil
-import subprocess
 import sys
 import sysconfig
 from pathlib import Path
 
 import pytest
 import torch
-from hydra.errors import ConfigCompositionException
 
 from tests.support.training_runs import (
-    ROOT,
     TINY_SEARCH,
-    assert_same_checkpoint,
     band_width,
     distance,
     reordered_forward,
     search_settings,
     train_search,
-    without_measurements,
 )
 from train_examples import code_search, comparison
 from train_examples.code_pairs import Pair, Pairs, as_pair, functions, load_pairs
@@ -36,29 +28,6 @@ from train_examples.rules import SettingsError
 from train_examples.settings import PairSettings
 from train_examples.transformer import FeedForward
 from train_examples.vocabulary import PADDING, Vocabulary
-
-# Some of each part, so that a run reads a moment and not seconds.
-MODULES = (
-    *("calendar.py", "statistics.py", "difflib.py", "configparser.py", "ssl.py"),
-    *("shutil.py", "site.py", "modulefinder.py"),
-    *("threading.py", "subprocess.py", "socketserver.py", "gzip.py"),
-)
-
-
-@pytest.fixture(scope="session")
-def few_modules(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a few modules of the standard library."""
-    folder = tmp_path_factory.mktemp("library")
-    for name in MODULES:
-        shutil.copy(Path(sysconfig.get_path("stdlib")) / name, folder)
-    return folder
-
-
-@pytest.fixture
-def library(few_modules: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """That folder instead of the standard library."""
-    monkeypatch.setattr(sysconfig, "get_path", lambda name: str(few_modules))
-    return few_modules
 
 
 @pytest.fixture(scope="session", params=["few modules", pytest.param("installed", marks=pytest.mark.full)])
@@ -103,33 +72,6 @@ def test_no_code_holds_its_docstring_and_no_two_pairs_are_equal(pairs: Pairs) ->
         assert len(pair.code_words) >= 10
 
 
-@pytest.mark.full
-def test_the_pairs_are_the_same_in_every_process(library: Path) -> None:
-    # Another process has another hash seed, on which the order of a set of strings depends. It imports what it needs:
-    # all that a run does would take most of its time.
-    code = (
-        "import sysconfig, sys; sysconfig.get_path = lambda name: sys.argv[1]\n"
-        "from train_examples.code_pairs import load_pairs\n"
-        "from train_examples.settings import PairSettings\n"
-        "from train_examples.vocabulary import Vocabulary\n"
-        f"{inspect.getsource(fixed_by_the_library)}"
-        "print(fixed_by_the_library())"
-    )
-    environment = {**os.environ, "PYTHONHASHSEED": "1", "PYTHONIOENCODING": "utf-8"}
-    command = [sys.executable, "-c", code, str(library)]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == fixed_by_the_library() + "\n"
-    assert "shutil.copyfile" in done.stdout
-
-
-def fixed_by_the_library() -> str:
-    """Everything that a run makes of the library before its model, as text."""
-    pairs = load_pairs(PairSettings(kind="stdlib"))
-    codes = [pair.code_words for pair in pairs.training]
-    return f"{pairs} {Vocabulary(codes, 500, 50).encode(codes, 40).tolist()}"
-
-
 def test_a_pair_is_the_first_paragraph_and_the_code_without_any_text() -> None:
     pair = pair_of(
         'class Reader:\n    async def readLine(self, HTTPServer):\n        """Read a line,\n        and no more.\n\n'
@@ -161,7 +103,7 @@ def test_what_is_trivial_makes_no_pair(source: str) -> None:
 
 
 def test_settings_of_the_pairs_that_cannot_work_are_named(
-    library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    modules: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refused(match: str, **settings: object) -> None:
         with pytest.raises(SettingsError, match=match):
@@ -222,7 +164,7 @@ def test_a_ranking_in_words() -> None:
     assert [line.strip().startswith("→") for line in lines[2:]] == [False, True, False]
 
 
-@pytest.mark.usefixtures("library")
+@pytest.mark.usefixtures("modules")
 def test_padding_and_other_texts_do_not_change_a_score(tmp_path: Path) -> None:
     chosen = search_settings(tmp_path, "layers=fused")
     model = code_search.build_model(chosen, torch.ones(200)).eval()
@@ -235,7 +177,7 @@ def test_padding_and_other_texts_do_not_change_a_score(tmp_path: Path) -> None:
     torch.testing.assert_close(scores[1:2, 2:3], alone)
 
 
-@pytest.mark.usefixtures("library")
+@pytest.mark.usefixtures("modules")
 @pytest.mark.parametrize("layers", ["fused", *(pytest.param(n, marks=pytest.mark.full) for n in ("torch", "replaced"))])
 def test_a_run_learns_and_writes_everything(layers: str, tmp_path: Path) -> None:
     rows = train_search(tmp_path, f"layers={layers}", "run.steps=40", "optim.learning_rate=5e-3", in_short=False)
@@ -257,20 +199,7 @@ def test_a_run_learns_and_writes_everything(layers: str, tmp_path: Path) -> None
     assert sample.count("query: ") == 5
 
 
-@pytest.mark.usefixtures("library")
-@pytest.mark.parametrize("layers", ["fused", pytest.param("torch", marks=pytest.mark.full)])
-def test_an_interrupted_search_continues_bit_by_bit(layers: str, tmp_path: Path) -> None:
-    # Words are dropped, and channels of the hidden, so that the state of their generator matters.
-    options = (f"layers={layers}", "model.dropout=0.2", "search.word_dropout=0.2")
-    straight = train_search(tmp_path / "straight", *options)
-    train_search(tmp_path / "resumed", *options, "run.stop_after=8")
-    resumed = train_search(tmp_path / "resumed", *options, "run.resume=auto")
-    assert without_measurements(resumed) == without_measurements(straight)
-    assert_same_checkpoint(tmp_path / "straight", tmp_path / "resumed")
-    assert (tmp_path / "straight" / "sample.txt").read_text() == (tmp_path / "resumed" / "sample.txt").read_text()
-
-
-@pytest.mark.usefixtures("library")
+@pytest.mark.usefixtures("modules")
 def test_a_checkpoint_of_another_vocabulary_is_refused(tmp_path: Path) -> None:
     train_search(tmp_path, "run.stop_after=4")
     with pytest.raises(SettingsError, match=r"another model.*vocabulary is"):
@@ -297,7 +226,7 @@ def parity_losses(directory: Path, *overrides: str) -> list[float]:
 
 # In `make test` the language model's runs are compared so.
 @pytest.mark.full
-@pytest.mark.usefixtures("library")
+@pytest.mark.usefixtures("modules")
 def test_fused_layers_stay_within_the_band_of_torch_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     curves = [parity_losses(tmp_path / "torch", "layers=torch")]
     for number, cut in enumerate(REORDERINGS):
@@ -312,37 +241,7 @@ def test_fused_layers_stay_within_the_band_of_torch_runs(tmp_path: Path, monkeyp
     assert min(distance(other, curve) for curve in curves) > band
 
 
-@pytest.mark.parametrize("override", ["search.words=3", "model.width=3", "data.path=3", "+search.words=3", "+extra=3"])
-def test_unknown_keys_fail(override: str, tmp_path: Path) -> None:
-    expected = SettingsError if override.startswith("+") else ConfigCompositionException
-    key = override.strip("+").split("=")[0].split(".")[-1]
-    with pytest.raises(expected, match=f"Key '{key}'|Could not override.*{key}"):
-        search_settings(tmp_path, override)
-
-
-@pytest.mark.parametrize(
-    ("override", "message"),
-    [
-        ("search.vector_size=0", "search.vector_size is 0"),
-        ("search.hash_buckets=0", "search.hash_buckets is 0"),
-        ("search.query_words=64", "search.query_words is 64 and model.context is 32"),
-        ("search.word_dropout=1", r"search.word_dropout is 1.0; expected a share in \[0, 1\)"),
-        ("search.sharpness=0", "search.sharpness is 0.0"),
-        ("run.batch_size=1", "run.batch_size is 1; expected 2 or more"),
-        ("run.batch_size=100000", "run.batch_size is 100000.*training pairs"),
-        ("run.evaluate_every=3", "run.evaluate_every is 3"),
-        ("model.heads=3", "model.d_model is 32 and model.heads is 3"),
-        ("layers.kind=eager", "layers.kind is 'eager'"),
-    ],
-)
-@pytest.mark.usefixtures("library")
-def test_settings_that_cannot_work_are_named(override: str, message: str, tmp_path: Path) -> None:
-    with pytest.raises(SettingsError, match=message):
-        train_search(tmp_path / "run", override)
-    assert not (tmp_path / "run").exists()
-
-
-@pytest.mark.usefixtures("library")
+@pytest.mark.usefixtures("modules")
 def test_the_command_and_a_comparison(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

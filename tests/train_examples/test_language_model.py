@@ -14,7 +14,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from hydra.errors import ConfigCompositionException
 from omegaconf import OmegaConf
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -25,7 +24,6 @@ from tests.support.training_runs import ROOT, TEXT, TINY, distance, parity_losse
 from train_examples import language_model, loop
 from train_examples.command import Messages
 from train_examples.language_model import build_model, flops_per_token, next_token_loss
-from train_examples.rules import SettingsError
 from train_examples.transformer import rotary_tables, rotate
 
 
@@ -105,44 +103,6 @@ def test_the_band_is_too_narrow_for_another_form_of_the_activation(
     curves, band = torch_band
     other = parity_losses(tmp_path / "other", "layers=fused", "model.activation=gelu_tanh")
     assert min(distance(other, curve) for curve in curves) > band
-
-
-@pytest.mark.parametrize(
-    "override",
-    ["model.width=3", "run.stpes=3", "layers.kinds=fused", "optim.momentum=0.9", "+model.width=3", "+extra=3"],
-)
-def test_unknown_keys_fail(override: str, tmp_path: Path) -> None:
-    # Hydra itself refuses the plain form, and adds what comes with a plus.
-    expected = SettingsError if override.startswith("+") else ConfigCompositionException
-    key = override.strip("+").split("=")[0].split(".")[-1]
-    with pytest.raises(expected, match=f"Key '{key}'|Could not override.*{key}"):
-        settings(tmp_path, override)
-
-
-@pytest.mark.parametrize(
-    ("override", "message"),
-    [
-        ("model.heads=3", "model.d_model is 32 and model.heads is 3"),
-        ("model.heads=32", "model.d_model is 32 and model.heads is 32"),
-        ("model.layers=0", "model.layers is 0"),
-        ("model.activation=glue", "model.activation: .*'glue'.*gelu"),
-        ("model.dropout=1", r"model.dropout is 1.0; expected a probability in \[0, 1\)"),
-        ("layers.recompute=often", "layers.recompute is 'often'; expected auto, true or false"),
-        ("layers.split_k=4", "layers.split_k is 4; expected auto"),
-        ("layers.kind=eager", "layers.kind is 'eager'; expected fused, torch or replaced"),
-        ("optim.name=sgd", "optim.name is 'sgd'"),
-        ("run.evaluate_every=3", "run.evaluate_every is 3; expected a positive multiple of run.log_every=2"),
-        ("run.stop_after=3", "run.stop_after is 3"),
-        ("run.steps=0", "run.steps is 0"),
-        ("sample.prompt=''", "sample.prompt"),
-        ("sample.temperature=0", "sample.temperature"),
-        ("data.kind=web", "data.kind is 'web'; expected stdlib or text_file"),
-    ],
-)
-def test_settings_that_cannot_work_are_named(override: str, message: str, tmp_path: Path) -> None:
-    with pytest.raises(SettingsError, match=message):
-        train(tmp_path / "run", override)
-    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])

@@ -32,19 +32,6 @@ def contents(directory: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in directory.iterdir()}
 
 
-@pytest.mark.parametrize("layers", ["fused", "torch"])
-def test_an_interrupted_run_continues_bit_by_bit(layers: str, tmp_path: Path) -> None:
-    # Dropout makes the state of its generator matter, too.
-    options = (f"layers={layers}", "model.dropout=0.2")
-    straight = train(tmp_path / "straight", *options)
-    stopped = train(tmp_path / "resumed", *options, "run.stop_after=8")
-    assert [row["step"] for row in stopped] == [2, 4, 6, 8]
-    resumed = train(tmp_path / "resumed", *options, "run.resume=auto")
-    assert without_measurements(resumed) == without_measurements(straight)
-    assert_same_checkpoint(tmp_path / "straight", tmp_path / "resumed")
-    assert (tmp_path / "straight" / "sample.txt").read_text() == (tmp_path / "resumed" / "sample.txt").read_text()
-
-
 def test_resume_forgets_rows_after_the_checkpoint(tmp_path: Path) -> None:
     straight = train(tmp_path / "straight")
     train(tmp_path / "killed", "run.stop_after=8")

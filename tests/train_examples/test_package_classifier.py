@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import inspect
 import itertools
 import json
-import os
-import shutil
-import subprocess
 import sys
 import sysconfig
 from pathlib import Path
@@ -15,77 +11,23 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from hydra.errors import ConfigCompositionException
 from torch import Tensor, nn
 
 from fusedlayers.closeness import assert_close
 from tests.support.training_runs import (
-    ROOT,
     TINY_CLASSIFIER,
-    assert_same_checkpoint,
     band_width,
     classifier_settings,
     distance,
     train_classifier,
-    without_measurements,
 )
-from tests.train_examples.test_source_windows import SPLIT
+from tests.train_examples.conftest import PACKAGES
 from train_examples import comparison, package_classifier, plots, split_factor
 from train_examples.hashed_features import HashedFeatures, dense_rows, linear_predictions
 from train_examples.package_classifier import PackageClassifier
 from train_examples.rules import SettingsError
 from train_examples.scores import accuracy_scores, majority_scores, score_table
-from train_examples.settings import ClassifierSettings, LayerSettings, WindowSettings
-from train_examples.source_windows import load_windows
-
-# Few enough that a run reads a moment and not seconds.
-PACKAGES = ("email", "unittest", "wsgiref")
-
-
-@pytest.fixture(scope="session")
-def few_packages(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a few packages of the standard library."""
-    folder = tmp_path_factory.mktemp("library")
-    for name in PACKAGES:
-        shutil.copytree(Path(sysconfig.get_path("stdlib")) / name, folder / name)
-    return folder
-
-
-@pytest.fixture
-def library(few_packages: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """That folder instead of the standard library."""
-    monkeypatch.setattr(sysconfig, "get_path", lambda name: str(few_packages))
-    return few_packages
-
-
-@pytest.mark.full
-@pytest.mark.usefixtures("library")
-def test_everything_before_the_model_is_the_same_in_every_process(library: Path) -> None:
-    # Another process has another hash seed, on which the order of a set of strings depends. It imports what it needs:
-    # all that a run does would take most of its time.
-    code = (
-        "import sysconfig, sys; sysconfig.get_path = lambda name: sys.argv[1]\n"
-        "from train_examples.hashed_features import HashedFeatures\n"
-        "from train_examples.settings import WindowSettings\n"
-        "from train_examples.source_windows import load_windows\n"
-        f"SPLIT = {SPLIT}\n"
-        f"{inspect.getsource(fixed_by_the_library)}"
-        "print(fixed_by_the_library())"
-    )
-    environment = {**os.environ, "PYTHONHASHSEED": "1", "PYTHONIOENCODING": "utf-8"}
-    command = [sys.executable, "-c", code, str(library)]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == fixed_by_the_library() + "\n"
-
-
-def fixed_by_the_library() -> str:
-    """The windows and their features, as text."""
-    windows = load_windows(WindowSettings(kind="stdlib", **SPLIT))
-    texts = [window.text for window in windows.training]
-    hashed = HashedFeatures(texts, 256, 2, 1.0)
-    rows = hashed.rows(hashed.matrix(texts[:5]))
-    return f"{windows} {rows.columns.tolist()} {rows.values.tolist()}"
+from train_examples.settings import ClassifierSettings, LayerSettings
 
 
 def test_features_by_hand() -> None:
@@ -166,7 +108,7 @@ def test_both_kinds_of_layers_start_equal(tmp_path: Path) -> None:
     assert all(torch.equal(states[1][name], tensor) for name, tensor in states[0].items())
 
 
-@pytest.mark.usefixtures("library")
+@pytest.mark.usefixtures("packages")
 @pytest.mark.parametrize("layers", ["fused", "torch"])
 def test_a_run_learns_and_writes_everything(layers: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = train_classifier(
@@ -193,18 +135,7 @@ def test_a_run_learns_and_writes_everything(layers: str, tmp_path: Path, capsys:
     assert split_factor.REASON in capsys.readouterr().out
 
 
-@pytest.mark.usefixtures("library")
-@pytest.mark.parametrize("layers", ["fused", pytest.param("torch", marks=pytest.mark.full)])
-def test_an_interrupted_run_continues_bit_by_bit(layers: str, tmp_path: Path) -> None:
-    straight = train_classifier(tmp_path / "straight", f"layers={layers}")
-    train_classifier(tmp_path / "resumed", f"layers={layers}", "run.stop_after=8")
-    resumed = train_classifier(tmp_path / "resumed", f"layers={layers}", "run.resume=auto")
-    assert without_measurements(resumed) == without_measurements(straight)
-    assert_same_checkpoint(tmp_path / "straight", tmp_path / "resumed")
-    assert (tmp_path / "straight" / "sample.txt").read_text() == (tmp_path / "resumed" / "sample.txt").read_text()
-
-
-@pytest.mark.usefixtures("library")
+@pytest.mark.usefixtures("packages")
 def test_a_checkpoint_of_other_features_is_refused(tmp_path: Path) -> None:
     train_classifier(tmp_path, "run.stop_after=4")
     with pytest.raises(SettingsError, match=r"another model.*classifier.n_gram is 2 there and 1 here"):
@@ -259,7 +190,7 @@ def torch_band(few_packages: Path, tmp_path_factory: pytest.TempPathFactory) -> 
     return curves, band_width(curves)
 
 
-@pytest.mark.usefixtures("library")
+@pytest.mark.usefixtures("packages")
 @pytest.mark.parametrize(
     ("backend", "split_k"),
     [
@@ -282,45 +213,14 @@ def test_fused_layers_stay_within_the_band_of_torch_runs(
     assert min(distance(fused, curve) for curve in curves) <= band
 
 
-@pytest.mark.usefixtures("library")
+@pytest.mark.usefixtures("packages")
 def test_the_band_is_too_narrow_for_other_features(torch_band: tuple[list[list[float]], float], tmp_path: Path) -> None:
     curves, band = torch_band
     other = parity_losses(tmp_path / "other", "layers=fused", "classifier.scale=10.001")
     assert min(distance(other, curve) for curve in curves) > band
 
 
-@pytest.mark.parametrize("override", ["classifier.widht=3", "model.width=3", "data.path=3", "+classifier.widht=3"])
-def test_unknown_keys_fail(override: str, tmp_path: Path) -> None:
-    expected = SettingsError if override.startswith("+") else ConfigCompositionException
-    key = override.strip("+").split("=")[0].split(".")[-1]
-    with pytest.raises(expected, match=f"Key '{key}'|Could not override.*{key}"):
-        classifier_settings(tmp_path, override)
-
-
-@pytest.mark.parametrize(
-    ("override", "message"),
-    [
-        ("classifier.features=0", "classifier.features is 0"),
-        ("classifier.hidden=0", "classifier.hidden is 0"),
-        ("classifier.n_gram=0", "classifier.n_gram is 0"),
-        ("classifier.scale=0", "classifier.scale is 0.0; expected a number above 0"),
-        ("classifier.dropout=1", r"classifier.dropout is 1.0; expected a probability in \[0, 1\)"),
-        ("run.batch_size=100000", "run.batch_size is 100000.*training windows"),
-        ("run.evaluate_every=3", "run.evaluate_every is 3"),
-        ("layers=replaced", "layers.kind is 'replaced'; expected fused or torch"),
-        ("layers.recompute=true", "layers.recompute is True; expected auto"),
-        ("layers.split_k=0", "layers.split_k: .*0"),
-        ("layers.split_k=often", "layers.split_k: .*'often'"),
-    ],
-)
-@pytest.mark.usefixtures("library")
-def test_settings_that_cannot_work_are_named(override: str, message: str, tmp_path: Path) -> None:
-    with pytest.raises(SettingsError, match=message):
-        train_classifier(tmp_path / "run", override)
-    assert not (tmp_path / "run").exists()
-
-
-@pytest.mark.usefixtures("library")
+@pytest.mark.usefixtures("packages")
 def test_the_command_and_a_comparison(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
