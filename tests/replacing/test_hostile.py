@@ -138,7 +138,7 @@ def test_without_a_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     file = tmp_path / "hostile_gone.py"
     blocks, _ = built(list(untouched(BLOCKS)), "block", file, monkeypatch)
     file.unlink()
-    linecache.clearcache()
+    linecache.checkcache(str(file))
     report = replaced(blocks)
     assert not any(map(is_fused, blocks.values()))
     assert all("source" in entry.reason for entry in report.skipped if entry.path in blocks)
@@ -151,7 +151,7 @@ def test_a_source_that_was_edited_after_the_import(tmp_path: Path, monkeypatch: 
     blocks, source = built(classes, "block", file, monkeypatch)
     twins = copy.deepcopy(blocks)
     file.write_text(re.sub(r"\w+ = \w+ \* 1\.0 if len.*", "pass", file.read_text()))
-    linecache.clearcache()
+    linecache.checkcache(str(file))
     replaced(blocks)
     longer = Hostile("", lambda call: call.rows(LONG))
     for each, block in blocks.items():
