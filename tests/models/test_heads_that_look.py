@@ -12,7 +12,7 @@ from torch import Tensor
 
 import fusedlayers as fl
 from fusedlayers.replacing.loss.lazy_logits import LazyLogits
-from tests.models.loss_heads import build, in_kernels, replaced, text
+from tests.models.loss_heads import build, in_kernels, losses, replaced, text
 from tests.support.written import written
 
 pytest.importorskip("transformers", reason="transformers is not installed: pip install 'fusedlayers[models]'")
@@ -76,12 +76,16 @@ USING = {
 }
 
 
+def model_with(methods: type[Any]) -> Any:
+    """A model with these methods, its forward among them."""
+    model = build("Llama")
+    model.__class__ = type("Own", (methods, type(model)), {"__module__": __name__})
+    return model.eval()
+
+
 def made(statement: str, result: str = "loss, logits") -> Any:
     """A model with this statement in its forward."""
-    model = build("Llama")
-    forward = written(Methods, f"{LOGITS}\n{statement}\n{LOSS}\nreturn {result}", "self, words, labels")
-    model.__class__ = type("Own", (forward, type(model)), {"__module__": __name__})
-    return model.eval()
+    return model_with(written(Methods, f"{LOGITS}\n{statement}\n{LOSS}\nreturn {result}", "self, words, labels"))
 
 
 def loss_and_logits(outputs: Any) -> tuple[Tensor, Any]:
@@ -113,3 +117,30 @@ def test_any_other_forward_is_fused(name: str, monkeypatch: pytest.MonkeyPatch) 
     torch.testing.assert_close(ours, loss)
     assert type(waiting) is LazyLogits
     torch.testing.assert_close(waiting + 0, logits)
+
+
+@pytest.mark.interpreter
+def test_a_forward_may_call_what_its_enclosing_function_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    def halved(logits: Any) -> Any:
+        return logits / 2
+
+    class Enclosed(Methods):
+        def forward(self: Any, words: Tensor, labels: Tensor) -> Any:
+            logits = halved(self.lm_head(self.model(input_ids=words).last_hidden_state))
+            return self.loss_function(logits, labels, self.config.vocab_size), logits
+
+    model, (words, labels) = model_with(Enclosed), text().values()
+    expected = model(words, labels)[0]
+    replaced(model)
+    with in_kernels(monkeypatch) as paths:
+        torch.testing.assert_close(model(words, labels)[0], expected)
+    assert losses(paths) == 1
+
+
+@pytest.mark.filterwarnings("ignore:nothing was replaced:UserWarning")
+def test_a_forward_whose_source_is_gone_stays() -> None:
+    found: dict[str, Any] = {}
+    exec(f"def forward(self, words, labels):\n    {LOGITS}\n    {LOSS}\n    return loss, logits", found)
+    model = model_with(type("Nameless", (Methods,), {"forward": found["forward"]}))
+    [reason] = (entry.reason for entry in fl.replace(model).skipped if entry.path == "")
+    assert "source" in reason

@@ -62,6 +62,7 @@ STATEMENTS = [
     "y = y.squeeze()",
     "y = y.view(-1)",
     "y = y - y.mean(-1, keepdim=True)",
+    "y = y - y.mean(-1).unsqueeze(-1)",
     "y = y * self.variance_epsilon",
 ]
 

@@ -17,6 +17,7 @@ from fusedlayers.replacing import FFNRule
 from tests.support.ffn_blocks import (
     GatedBlock,
     LowRank,
+    TaggedTensor,
     assert_same,
     count_fused_calls,
     mlp,
@@ -145,6 +146,18 @@ def test_the_method_runs_with_its_own_arguments_and_keeps_what_it_writes(fused_c
     assert model.seen == 2
     assert "seen" in vars(model)
     assert fused_calls == [0.0]
+
+
+@each_layer
+def test_inside_a_method_tensors_that_are_not_plain_go_through_the_children(
+    layer: str, fused_calls: list[float]
+) -> None:
+    build, rule = INSIDE[layer]
+    model, x = build().eval(), torch.randn(3, 6).as_subclass(TaggedTensor)
+    theirs = model(x)
+    fl.replace(model, rules=[rule])
+    assert torch.equal(model(x), theirs)
+    assert not fused_calls
 
 
 # What can happen to a layer with an FFN inside, and what the reason must say.

@@ -64,10 +64,10 @@ HOSTILE_WAYS: dict[str, Hostile] = {
     "matched": Hostile(
         'factor = 1.0\nmatch ("scaled", 2.0):\n    case ("scaled", factor):\n        pass\n$v = $v * factor', always
     ),
-    "nonlocal": Hostile(
-        "factor = 1.0\ndef double():\n    nonlocal factor\n    factor = factor * 2\ndouble()\n$v = $v * factor", always
-    ),
     "imported": Hostile("e = 1.0\nfrom math import e\n$v = $v * e", always),
+    "nonlocal": Hostile(
+        "def double():\n    nonlocal factor\n    factor = factor * 2\nfactor = 1.0\ndouble()\n$v = $v * factor", always
+    ),
     "loop that returns": Hostile("for _ in range(self.rounds):\n    return x", _once_more, "self.rounds = 0"),
     # Errors that are caught, and what runs in any case.
     "caught": Hostile("try:\n    $v = $v.view(7, 7)\nexcept RuntimeError:\n    $v = $v * 2", always),
