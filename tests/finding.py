@@ -3,7 +3,7 @@
 ``make test-kernel NAME=gemm_epilogue`` runs them; ``python -m tests.finding gemm_epilogue`` prints their files, and
 with ``--gpu`` those that need a GPU. They are
 
-- the files named after NAME, such as ``test_ffn_layouts.py`` after ``ffn``,
+- the files named after NAME, such as ``test_ffn_layouts.py`` after ``ffn``, and ``test_numbers.py`` where it is there,
 - for a file or folder of ``kernels/`` also the files that import it, and those named after an operation that imports it
   or a kernel built on it,
 - for what none of these are of, such as ``linear_log_probs``, the files that mention it.
@@ -19,6 +19,7 @@ import re
 from pathlib import Path
 
 from fusedlayers.functional.operation import OPERATIONS, Operation
+from tests.support.number_cases import NUMBERS
 
 ROOT = Path(__file__).resolve().parent.parent
 KERNELS = {path.stem for path in (ROOT / "kernels").iterdir()} - {"__init__", "__pycache__"}
@@ -50,6 +51,8 @@ def files(name: str, gpu: bool = False) -> list[str]:
 
 def _named(path: Path) -> set[str]:
     """The kernels and operations in a file's name; ``linear_cross_entropy`` does not mean ``linear``, too."""
+    if path.stem == "test_numbers":
+        return {numbers.function for numbers in NUMBERS.values()}
     found = {name for name in NAMES if re.search(rf"_{name}(_|$)", path.stem)}
     return {name for name in found if not any(name in other for other in found - {name})}
 

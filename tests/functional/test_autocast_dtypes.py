@@ -24,15 +24,3 @@ def test_late_interaction_of_any_width(width: int, backend: str, monkeypatch: py
     assert scores.dtype == packed.dtype == torch.float16
     [gradient] = torch.autograd.grad(scores.sum(), queries)
     assert gradient.dtype == torch.float32
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
-def test_a_residual_is_added_in_the_dtype_of_the_sum(
-    dtype: torch.dtype, backend: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("FUSEDLAYERS_BACKEND", backend)
-    x, w_up, w_down = (torch.randn(*shape, device=DEVICE) for shape in ((4, 8), (16, 8), (8, 16)))
-    with torch.autocast(DEVICE.type, torch.float16):
-        assert functional.ffn(x, w_up, w_down).dtype == torch.float16
-        assert functional.ffn(x, w_up, w_down, residual=x.to(dtype)).dtype == dtype

@@ -105,6 +105,23 @@ def test_a_tangent_that_torch_has_no_rule_for_is_refused_and_not_lost(backend: s
         forward_over_reverse(made("gated ffn"))
 
 
+@pytest.mark.filterwarnings("ignore:(There is a performance drop|torch.searchsorted)")
+@pytest.mark.parametrize("name", [name for name in NAMES if "packed" not in name])
+@pytest.mark.parametrize("backend", ["auto", "torch"])
+def test_calls_are_mapped_over_a_batch(name: str, backend: str) -> None:
+    """``vmap`` over the first operand gives what a call for each of the batch gives, planned and recalled."""
+    with switched({"FUSEDLAYERS_BACKEND": backend}):
+        call = made(name, dropout_p=0.0, adapter_dropout_p=0.0)
+        first, *others = (leaf.detach() for leaf in call.leaves)
+        batch = torch.stack([first, first.flip(0)])
+        expected = [call(each, *others) for each in batch]
+        for _ in range(2):
+            found = torch.func.vmap(lambda leaf: tuple(call(leaf, *others)))(batch)
+            torch.testing.assert_close(
+                [[each[place] for each in found] for place in range(2)], expected, rtol=1e-4, atol=1e-4
+            )
+
+
 @pytest.mark.parametrize("name", ["ffn", "recomputed ffn", "gemm_gemm", "maxsim", "linear", "mean with product"])
 @pytest.mark.parametrize("backend", ["auto", "torch"])
 def test_hessian_vector_products_of_torch_func(name: str, backend: str) -> None:
@@ -197,11 +214,21 @@ def test_a_backward_pass_that_reads_no_operand(alone: str) -> None:
     x, w_up, w_down = (torch.randn(*shape, device=DEVICE) for shape in ((5, 16), (24, 16), (16, 24)))
     shape = {"b_down": (16,), "residual": (5, 16)}[alone]
     expected: Callable[[Tensor], Tensor] = lambda dy: dy.sum(0) if alone == "b_down" else dy  # noqa: E731
+    saved: list[Tensor] = []
+
+    def keep(tensor: Tensor) -> Tensor:
+        saved.append(tensor)
+        return tensor
+
     for before in (True, False):
         with switched({"FUSEDLAYERS_BACKEND": "triton"}):
             leaf = torch.randn(*shape, device=DEVICE, requires_grad=True)
             with torch.utils.flop_counter.FlopCounterMode(display=False) if before else torch.enable_grad():
-                y = functional.ffn(x, w_up, w_down, **{alone: leaf})
+                saved.clear()
+                with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+                    y = functional.ffn(x, w_up, w_down, **{alone: leaf})
+            # A mode would make the call a custom operation, for which torch saves what it likes.
+            assert before or not saved
             dy = torch.randn_like(y)
             with torch.utils.flop_counter.FlopCounterMode(display=False):
                 (gradient,) = torch.autograd.grad(y, leaf, dy)

@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 from torch import Tensor
 
 from fusedlayers.functional.switches import switched
-from tests.support.contract_cases import BACKENDS, DIFFERENTIABLE, Found, Made, assert_as_torch, made, named, upstream
-from tests.support.operands import infinities
+from tests.support.contract_cases import (
+    BACKENDS,
+    DIFFERENTIABLE,
+    Found,
+    Made,
+    assert_as_torch,
+    assert_near,
+    made,
+    named,
+    upstream,
+)
+from tests.support.operands import DEVICE, infinities
 
 pytestmark = infinities
 of_every_operation = pytest.mark.parametrize("name", DIFFERENTIABLE)
@@ -30,6 +42,10 @@ def test_graphs_that_are_kept(name: str, backend: str) -> None:
         )
         with pytest.raises(RuntimeError, match="backward through the graph a second time"):
             torch.autograd.grad(results, call.leaves, given)
+        # Also where gradients add up, the first of which may be the upstream gradient itself.
+        for _ in range(2):
+            torch.autograd.backward(call(), given)
+        assert all(torch.equal(leaf.grad, 2 * each) for leaf, each in zip(call.leaves, first, strict=True))
     for other in others:
         assert all(map(torch.equal, first, other))
     assert [torch.equal(tensor, was) and tensor._version == version for tensor, was, version in before] == [True] * len(
@@ -107,3 +123,81 @@ def test_float64_against_finite_differences(name: str) -> None:
 
     assert torch.autograd.gradcheck(results, call.leaves, fast_mode=True)
     assert torch.autograd.gradgradcheck(results, call.leaves, fast_mode=True)
+
+
+@on_every_backend
+@of_every_operation
+def test_results_may_be_changed_in_place(name: str, backend: str) -> None:
+    """As by an activation that writes over its input: the gradients are those of a change out of place."""
+    if (name, backend) == ("logsumexp", "torch"):
+        pytest.skip("torch's own logsumexp keeps its result")
+    with switched({"FUSEDLAYERS_BACKEND": backend}):
+        found = []
+        for change in (lambda result: result.clone().mul(2), lambda result: result.mul_(2)):
+            call = made(name)
+            results = [change(result) for result in call()]
+            found.append([*results, *torch.autograd.grad(results, call.leaves, upstream(results))])
+    assert all(map(torch.equal, *found))
+
+
+@on_every_backend
+@of_every_operation
+def test_an_operand_that_changes_before_the_backward_pass_is_noticed(name: str, backend: str) -> None:
+    """Unless its values are not read, so that the gradients are still right; see also test_changed_biases.py."""
+    with switched({"FUSEDLAYERS_BACKEND": backend}):
+        call = made(name)
+        expected = torch.autograd.grad(call(), call.leaves, upstream(call()))
+        noticed = []
+        for key in call.names:
+            call = made(name)
+            results = call()
+            with torch.no_grad():
+                call.arguments[key].add_(1)
+            try:
+                found = torch.autograd.grad(results, call.leaves, upstream(results))
+            except RuntimeError as error:
+                assert re.search("modified (by an )?inplace", str(error))  # noqa: PT017
+                noticed.append(key)
+            else:
+                assert_near(named(call, found), named(call, expected))
+    assert noticed or name == "sum"
+
+
+@pytest.mark.parametrize("backend", BACKENDS[:1])
+@of_every_operation
+def test_a_backward_pass_inside_autocast_is_not_cast_again(name: str, backend: str) -> None:
+    with switched({"FUSEDLAYERS_BACKEND": backend}):
+        call = made(name)
+        results = call()
+        expected = torch.autograd.grad(results, call.leaves, upstream(results), retain_graph=True)
+        with torch.autocast(DEVICE.type, torch.float16):
+            found = torch.autograd.grad(results, call.leaves, upstream(results))
+    assert all(map(torch.equal, found, expected))
+
+
+def tied(call: Made) -> Found:
+    """Gradients where one tensor takes the place of all operands of its shape, and its transpose that of others."""
+    shared: dict[tuple[int, ...], Tensor] = {}
+    given = []
+    for leaf in call.leaves:
+        turned = leaf.shape[:-2] + leaf.shape[-2:][::-1]
+        if leaf.dim() > 1 and tuple(turned) in shared and turned != leaf.shape:
+            given.append(shared[tuple(turned)].mT)
+        else:
+            given.append(shared.setdefault(tuple(leaf.shape), leaf))
+    results = call(*given)
+    owners = list(shared.values())
+    first = torch.autograd.grad(results, owners, upstream(results), create_graph=True)
+    second = torch.autograd.grad(sum(each.square().sum() for each in first), owners, allow_unused=True)
+    return {
+        f"{order}{place}": each if each is None else each.detach()
+        for order, found in (("d", first), ("dd", second))
+        for place, each in enumerate(found)
+    }
+
+
+@on_every_backend
+@of_every_operation
+def test_one_tensor_in_several_places(name: str, backend: str) -> None:
+    """As tied weights are: its gradient is the sum of those of all places."""
+    assert_as_torch(name, backend, "eager", tied)

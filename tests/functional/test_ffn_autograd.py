@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import functools
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +11,6 @@ import torch
 from torch import Tensor
 
 from fusedlayers import functional, reference
-from fusedlayers.closeness import assert_all_close
 from fusedlayers.functional.operation import OPERATIONS
 from fusedlayers.kernels import gemm_gemm as kernels
 from fusedlayers.kernels.activations import ACTIVATIONS
@@ -24,7 +21,6 @@ from tests.support.operands import (
     INTEGERS,
     ON_GPU,
     PATHS,
-    Tensors,
     assert_equal,
     assert_ffn_close,
     ffn_inputs,
@@ -105,26 +101,6 @@ def saved(call: Callable[[], object]) -> list[Tensor]:
     return kept
 
 
-@pytest.mark.parametrize("path", [*PATHS, EPILOGUE])
-def test_nothing_is_saved_that_nobody_needs(path: str) -> None:
-    inputs = ffn_inputs(15, 4, 6, 4, gated=True, residual=True)
-    named = leaves(inputs)
-    with on_path(path) as options:
-
-        def call(tensors: Tensors) -> list[Tensor]:
-            return saved(lambda: functional.ffn(**tensors, dropout_p=0.5, **options))
-
-        with torch.no_grad():
-            assert call(named) == []
-        with torch.inference_mode():
-            assert call(named) == []
-        assert call(inputs) == []
-        assert call(named)
-        for alone in ("b_down", "residual"):
-            frozen = tuple(name for name in inputs if name != alone)
-            assert call(leaves(inputs, frozen)) == []
-
-
 @pytest.mark.parametrize("path", PATHS[:2])
 def test_the_hidden_is_not_saved(path: str) -> None:
     """What is kept is inputs (no new memory) and the seed."""
@@ -134,97 +110,6 @@ def test_the_hidden_is_not_saved(path: str) -> None:
         kept = saved(lambda: functional.ffn(**inputs, dropout_p=0.5, **options))
     new = [tensor for tensor in kept if tensor.untyped_storage().data_ptr() not in known]
     assert [(tensor.shape, tensor.dtype) for tensor in new] == [((1,), torch.int64)]
-
-
-@pytest.mark.parametrize("path", [*PATHS, EPILOGUE])
-def test_nothing_is_written(path: str) -> None:
-    """Inputs and dy have the same bytes and version afterwards, also where a gradient is dy itself and is added to."""
-    inputs = ffn_inputs((3, 7), 9, 21, 9, gated=True, residual=True)
-    dy = like_result(inputs)
-    before, dy_before = copy.deepcopy(inputs), dy.clone()
-    named = leaves(inputs)
-    versions = {name: tensor._version for name, tensor in named.items() if tensor is not None}
-    with on_path(path) as options:
-        for _ in range(3):
-            functional.ffn(**named, dropout_p=0.25, **options).backward(dy)
-    assert_equal(inputs, before)
-    assert torch.equal(dy, dy_before)
-    assert {name: tensor._version for name, tensor in named.items() if tensor is not None} == versions
-    residual = named["residual"]
-    assert residual is not None
-    assert torch.equal(residual.grad, dy + dy + dy)
-
-
-@pytest.mark.parametrize("path", [*PATHS, EPILOGUE])
-def test_two_consumers_of_the_result(path: str) -> None:
-    """Their gradients add up before they come in: exact integers, so that the sum has one value."""
-    draw = INTEGERS[torch.float32]
-    inputs = ffn_inputs(20, 5, 21, 7, gated=True, residual=True, draw=draw)
-    one, two = like_result(inputs, draw), like_result(inputs, draw)
-    named = leaves(inputs)
-    with on_path(path) as options:
-        y = functional.ffn(**named, activation="relu", **options)
-        ((y * one).sum() + (y * two).sum()).backward()
-        expected = results(functional.ffn, inputs, one + two, activation="relu", **options)
-    for name, tensor in named.items():
-        assert tensor is not None
-        assert torch.equal(tensor.grad, expected[f"d{name}"]), name
-
-
-@pytest.mark.parametrize("leading", [(5,), (2, 3), (2, 1, 2)], ids=str)
-@pytest.mark.parametrize("path", [*PATHS, EPILOGUE])
-def test_the_result_may_be_changed_in_place(path: str, leading: tuple[int, ...]) -> None:
-    """As a residual that is added, or an activation or a dropout that writes over its input."""
-    inputs = ffn_inputs(leading, 4, 6, 4)
-    dy = like_result(inputs)
-
-    def call(change: Callable[..., Tensor], **tensors: Tensor | None) -> Tensor:
-        return change(functional.ffn(**tensors, activation="silu", **options), tensors["x"])
-
-    with on_path(path) as options:
-        [ours, theirs] = (
-            results(functools.partial(call, change), inputs, dy)
-            for change in (lambda y, x: y.add_(x).relu_(), lambda y, x: torch.relu(y + x))
-        )
-    assert_equal(ours, theirs)
-
-
-@pytest.mark.parametrize("path", [*PATHS, EPILOGUE])
-def test_changing_a_saved_input_in_place_is_noticed(path: str) -> None:
-    inputs = leaves(ffn_inputs(20, 9, 21, 7))
-    with on_path(path) as options:
-        y = functional.ffn(**inputs, **options)
-        with torch.no_grad():
-            inputs["w_down"].add_(1)
-        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-            y.sum().backward()
-
-
-AUTOCAST = [torch.float16, torch.bfloat16]
-
-
-@pytest.mark.parametrize("dtype", AUTOCAST, ids=str)
-@pytest.mark.parametrize("path", [*PATHS, EPILOGUE])
-def test_autocast(path: str, dtype: torch.dtype) -> None:
-    """Forward inside autocast, backward outside: y in autocast's dtype, gradients in the parameters' float32."""
-    if path in ("kernels", "epilogue") and dtype == torch.bfloat16 and not ON_GPU:
-        pytest.skip("the interpreter is wrong for bfloat16")
-    inputs = ffn_inputs(40, 16, 48, 12, gated=True)
-    dy = like_result(inputs).to(dtype)
-
-    def run(call: Callable[..., Tensor], **options: Any) -> dict[str, Tensor | None]:
-        named = leaves(inputs)
-        with torch.autocast(DEVICE.type, dtype):
-            y = call(**named, activation="silu", **options)
-        assert y.dtype == dtype
-        y.backward(dy)
-        return {"y": y.detach()} | {f"d{name}": tensor.grad for name, tensor in named.items() if tensor is not None}
-
-    with on_path(path) as options:
-        ours = run(functional.ffn, **options)
-    assert {tensor.dtype for name, tensor in ours.items() if name != "y" and tensor is not None} == {torch.float32}
-    truth = results(reference.ffn, in_float64(inputs), dy.double(), activation="silu")
-    assert_all_close(ours, run(reference.ffn), truth, computed_in=dtype, independent=40 * 48)
 
 
 @pytest.mark.parametrize("path", [*PATHS, EPILOGUE])
@@ -277,40 +162,6 @@ def test_autocast_is_as_it_was_after_a_call_and_after_an_error(monkeypatch: pyte
     assert seen == [False, False]
 
 
-@pytest.mark.parametrize("path", [*PATHS, EPILOGUE])
-def test_backward_inside_autocast_is_not_cast_again(path: str) -> None:
-    inputs = ffn_inputs(20, 9, 21, 7)
-    dy = like_result(inputs)
-    named = leaves(inputs)
-    with on_path(path) as options:
-        y = functional.ffn(**named, **options)
-        expected = results(functional.ffn, inputs, dy, **options)
-        if path == "torch":
-            pytest.skip("torch itself casts a backward pass that runs inside autocast")
-        with torch.autocast(DEVICE.type, torch.float16):
-            y.backward(dy)
-    assert_equal({f"d{name}": tensor.grad for name, tensor in named.items() if tensor is not None}, {
-        name: tensor for name, tensor in expected.items() if name != "y"
-    })  # fmt: skip
-
-
-@pytest.mark.parametrize("path", [PATHS[0], EPILOGUE])
-def test_first_derivatives_with_a_graph_are_those_without(path: str) -> None:
-    """``create_graph=True`` goes through torch, so that both ways are held against each other and against float64."""
-    inputs = ffn_inputs(20, 9, 21, 7, gated=True)
-    dy = like_result(inputs)
-
-    def run(call: Callable[..., Tensor], tensors: Tensors, upstream: Tensor, **options: Any) -> dict[str, Tensor]:
-        named = {name: tensor for name, tensor in leaves(tensors).items() if tensor is not None}
-        found = torch.autograd.grad(call(**named, **options), list(named.values()), upstream, create_graph=True)
-        return dict(zip(named, (gradient.detach() for gradient in found), strict=True))
-
-    with on_path(path) as options:
-        ours = run(functional.ffn, inputs, dy, **options)
-    truth = run(reference.ffn, in_float64(inputs), dy.double())
-    assert_all_close(ours, run(reference.ffn, inputs, dy), truth, independent=20 * 21)
-
-
 @pytest.mark.sampled(together=2)
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("activation", ACTIVATIONS)
@@ -326,33 +177,3 @@ def test_gradcheck_in_float64(path: str, activation: str, gated: bool) -> None:
 
         assert torch.autograd.gradcheck(call, [*named.values()])
         assert torch.autograd.gradgradcheck(call, [*named.values()], fast_mode=True)
-
-
-# torch's own forward-mode rules are scripted.
-@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
-@pytest.mark.parametrize("backend", ["auto", "torch"])
-def test_transforms_of_torch_func_go_through_torch(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FUSEDLAYERS_BACKEND", backend)
-    x, w_up, w_down = (torch.randn(*shape, device=DEVICE) for shape in ((3, 5, 16), (24, 16), (16, 24)))
-
-    def ours(x: Tensor) -> Tensor:
-        return functional.ffn(x, w_up, w_down)
-
-    def theirs(x: Tensor) -> Tensor:
-        return reference.ffn(x, w_up, w_down)
-
-    for _ in range(2):
-        torch.testing.assert_close(torch.func.vmap(ours)(x), theirs(x))
-        for transform in (torch.func.grad, torch.func.jacrev, torch.func.jacfwd):
-            found, expected = (transform(lambda x, f=f: f(x).square().sum())(x) for f in (ours, theirs))
-            torch.testing.assert_close(found, expected)
-        ours(x)
-    products = torch.func.vmap(lambda a: functional.gemm_gemm(a, w_up.T, w_down.T))(x)
-    torch.testing.assert_close(products, reference.gemm_gemm(x, w_up.T, w_down.T))
-
-
-def test_a_transform_that_must_run_in_kernels_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FUSEDLAYERS_BACKEND", "triton")
-    x, w_up, w_down = (torch.randn(*shape, device=DEVICE) for shape in ((3, 5, 16), (24, 16), (16, 24)))
-    with pytest.raises(RuntimeError, match="Triton"):
-        torch.func.vmap(lambda x: functional.ffn(x, w_up, w_down))(x)

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from fusedlayers import functional, planning, reference
 from fusedlayers.functional import dispatch, operation
@@ -24,13 +23,11 @@ from tests.support.operands import (
     assert_equal,
     assert_ffn_close,
     ffn_inputs,
-    in_float64,
     leaves,
     like_result,
     needs_kernels,
     on_path,
     results,
-    seed_after,
     small_chunks,
 )
 
@@ -208,53 +205,6 @@ def test_many_groups_in_kernels_are_as_exact_as_torch(gated: bool, monkeypatch: 
     assert_ffn_close(functional.ffn, tensors, options={"recompute": True})
 
 
-def test_recompute_agrees_with_the_mask_it_drew() -> None:
-    """The derivative along a random direction, by differences of two forward passes with the same seed."""
-    tensors = in_float64(ffn_inputs(40, 6, 18, 6, gated=True, device=CPU))
-    dy = torch.randn(40, 6, dtype=torch.float64)
-    direction = {name: torch.randn_like(tensor) for name, tensor in tensors.items() if tensor is not None}
-
-    def loss(step: float) -> Tensor:
-        seed_after(21)
-        moved = {name: tensors[name] + step * way for name, way in direction.items()}
-        return (functional.ffn(**moved, activation="silu", dropout_p=0.5, **options) * dy).sum()
-
-    with on_path("chunked") as options:
-        seed_after(21)
-        found = results(functional.ffn, tensors, dy, activation="silu", dropout_p=0.5, **options)
-        difference = (loss(1e-6) - loss(-1e-6)) / 2e-6
-    along = sum((found[f"d{name}"] * way).sum() for name, way in direction.items())
-    torch.testing.assert_close(difference, along)
-
-
-@GATED
-def test_two_backward_passes_give_the_same(gated: bool) -> None:
-    named = leaves(ffn_inputs(40, 6, 18, 6, gated=gated, device=CPU))
-    with on_path("chunked") as options:
-        y = functional.ffn(**named, dropout_p=0.25, **options)
-    wanted = [tensor for tensor in named.values() if tensor is not None]
-    dy = torch.randn_like(y)
-    first = torch.autograd.grad(y, wanted, dy, retain_graph=True)
-    second = torch.autograd.grad(y, wanted, dy)
-    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
-
-
-def test_a_checkpoint_around_chunks_replays_the_mask() -> None:
-    t = ffn_inputs(40, 6, 18, 6, device=CPU)
-    dy, seed = like_result(t), torch.tensor([5])
-
-    def checkpointed(**tensors: Any) -> Tensor:
-        call = dict(dropout_p=0.5, dropout_seed=seed, **options)
-        return torch.utils.checkpoint.checkpoint(
-            lambda *values: functional.ffn(**dict(zip(tensors, values, strict=True)), **call),
-            *tensors.values(), use_reentrant=False,
-        )  # fmt: skip
-
-    with on_path("chunked") as options:
-        plain = results(functional.ffn, t, dy, dropout_p=0.5, dropout_seed=seed, **options)
-        assert_equal(results(checkpointed, t, dy), plain)
-
-
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Eight times the bytes of x however small it is, through torch: small tensors reach the bound."""
@@ -340,16 +290,6 @@ def test_recompute_keeps_its_promise_however_small_the_problem(tokens: int, monk
     monkeypatch.setenv("FUSEDLAYERS_BACKEND", "torch")
     forward, backward, *_ = allocated(ffn_inputs(tokens, 1, 640, 1, gated=True, device=CPU), recompute=True)
     assert max(forward.blocks + backward.blocks) < max(tokens * 640 * 4, 3 * 640 * 4 + 1)
-
-
-def test_x_alone_is_kept() -> None:
-    named = leaves(ffn_inputs(50, 6, 18, 6, gated=True, device=CPU))
-    kept: list[Tensor] = []
-    with on_path("chunked") as options, torch.autograd.graph.saved_tensors_hooks(kept.append, lambda t: t):
-        functional.ffn(**named, dropout_p=0.5, **options)
-    known = {tensor.data_ptr() for tensor in named.values() if tensor is not None}
-    (seed,) = (tensor for tensor in kept if tensor.data_ptr() not in known)
-    assert (seed.dtype, seed.numel()) == (torch.int64, 1)
 
 
 def test_a_budget_of_bytes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,10 +9,8 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
-import hypothesis
 import pytest
 import torch
-from hypothesis import strategies
 from torch import Tensor
 
 from fusedlayers import functional, planning, reference
@@ -27,12 +25,10 @@ from fusedlayers.kernels.tuning import EpilogueTiles
 from tests.functional.test_ffn import GATED, exact_case
 from tests.functional.test_ffn_autograd import saved
 from tests.support.operands import (
-    BIASES,
     DEVICE,
     DTYPES,
     INTEGERS,
     ON_GPU,
-    Tensors,
     assert_equal,
     assert_ffn_close,
     ffn_inputs,
@@ -43,7 +39,7 @@ from tests.support.operands import (
     on_path,
     results,
 )
-from tests.support.selection import FULL, draws
+from tests.support.selection import FULL
 from tests.support.uninitialised import allocate_by
 
 path = import_module("fusedlayers.functional.ffn.epilogue")
@@ -161,35 +157,6 @@ def test_the_hidden_in_exact_integers(tiles: EpilogueTiles, dtype: torch.dtype, 
         # The hidden of a gate may be larger than what float16 counts to: it is rounded once.
         expected["hidden"] = hidden.to(dtype).double()
         assert_equal(in_float64(dict(zip(expected, found, strict=True))), expected)
-
-
-@hypothesis.settings(max_examples=60 if ON_GPU else draws(6, 15))
-@hypothesis.given(
-    leading=strategies.lists(strategies.integers(0, 6), max_size=4),
-    sizes=strategies.tuples(*[strategies.integers(0, 40)] * 3),
-    activation=strategies.sampled_from(list(ACTIVATIONS)),
-    gated=strategies.booleans(),
-    biases=strategies.sets(strategies.sampled_from(BIASES)),
-    residual=strategies.booleans(),
-    dtype=strategies.sampled_from(DTYPES[:2]),
-    torch_multiplies=strategies.booleans(),
-)
-def test_sizes_in_random_combinations(
-    leading: list[int],
-    sizes: tuple[int, int, int],
-    activation: str,
-    gated: bool,
-    biases: set[str],
-    residual: bool,
-    dtype: torch.dtype,
-    torch_multiplies: bool,
-) -> None:
-    draws = [
-        ffn_inputs(tuple(leading), *sizes, dtype, gated=gated, biases=tuple(biases), residual=residual)
-        for _ in range(3)
-    ]
-    with on_path("epilogue", torch_multiplies=torch_multiplies) as options:
-        assert_ffn_close(functional.ffn, *draws, options=options, activation=activation)
 
 
 @pytest.mark.parametrize(("rows", "units", "way"), [(33, 16, "cat"), (32, 16, "addmm_"), (33, 10, "addmm_")])
@@ -375,17 +342,4 @@ def test_others_do_not_come_here_unasked(backend: str, launched: list[str], monk
 def test_a_narrow_layer_stays_with_the_fused_kernels(launched: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FUSEDLAYERS_BACKEND", "triton")
     functional.ffn(**ffn_inputs(20, 128, 40, 128))
-    assert not launched
-
-
-def test_mixed_dtypes_are_refused_as_everywhere(monkeypatch: pytest.MonkeyPatch, launched: list[str]) -> None:
-    monkeypatch.setenv("FUSEDLAYERS_BACKEND", "triton")
-    inputs: Tensors = ffn_inputs(*WIDE)
-    for name in ("w_up", "w_down", "b_up"):
-        tensor = inputs[name]
-        assert tensor is not None
-        with pytest.raises(TypeError, match=f"^{name} of .*float16.*: expected the dtype of x"):
-            functional.ffn(**{**inputs, name: tensor.half()})
-    with pytest.raises(RuntimeError, match="the kernels take float16, bfloat16, float32, not float64"):
-        functional.ffn(**in_float64(inputs))
     assert not launched

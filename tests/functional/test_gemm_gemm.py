@@ -6,35 +6,27 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-import hypothesis
 import pytest
 import torch
-from hypothesis import strategies
 from torch import Tensor
 
 from fusedlayers import functional, reference
 from fusedlayers.closeness import assert_all_close
 from fusedlayers.kernels import gemm_gemm as kernels
-from fusedlayers.kernels.activations import ACTIVATIONS
 from fusedlayers.kernels.gemm_gemm import Arithmetic, Operands, WeightGradients
 from fusedlayers.kernels.tuning import TileConfig
 from tests.support.operands import (
     DEVICE,
     DTYPES,
     INTEGERS,
-    ON_GPU,
     PATHS,
-    SIZES,
     Tensors,
     assert_equal,
     in_float64,
-    infinities,
-    leaves,
     needs_kernels,
     on_path,
     results,
 )
-from tests.support.selection import draws
 
 BATCHES = [
     pytest.param((), (), (), id="none"),
@@ -86,31 +78,10 @@ def plain(call: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return lambda a, b, c, **options: call(a, b, c, **options)
 
 
-@pytest.mark.sampled
-@needs_kernels
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("activation", [None, *ACTIVATIONS])
-def test_activations(activation: str | None, dtype: torch.dtype) -> None:
-    assert_close_to_torch(inputs(70, 24, 50, 40, dtype), activation)
-
-
 @needs_kernels
 @pytest.mark.parametrize(("a", "b", "c"), BATCHES)
 def test_leading_dimensions(a: tuple[int, ...], b: tuple[int, ...], c: tuple[int, ...]) -> None:
     assert_close_to_torch(inputs(17, 5, 19, 6, batches=(a, b, c)), "silu")
-
-
-@pytest.mark.parametrize("path", [PATHS[0], PATHS[2]])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("activation", [None, "relu"])
-def test_exact_integers(activation: str | None, dtype: torch.dtype, path: str) -> None:
-    draw = INTEGERS[dtype]
-    operands = inputs(49, 5, 37, 6, dtype, draw=draw)
-    dy = gradient_for(operands, draw)
-    with on_path(path):
-        ours = results(functional.gemm_gemm, operands, dy, activation=activation)
-    truth = results(reference.gemm_gemm, in_float64(operands), dy.double(), activation=activation)
-    assert_equal(in_float64(ours), truth)
 
 
 @pytest.mark.sampled(together=2)
@@ -136,31 +107,6 @@ def test_exact_integers_for_any_number_of_splits(tiles: TileConfig, dtype: torch
         )
         db, dc = (found.up, found.down) if transposed else (found.up.mT, found.down.mT)
         assert_equal(in_float64({"db": db, "dc": dc}), {"db": truth["db"], "dc": truth["dc"]})
-
-
-@needs_kernels
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("letter", ["M", "K", "N", "O"])
-def test_sizes_one_at_a_time(letter: str, size: int) -> None:
-    dtype = torch.float32 if size <= 65 else DTYPES[-1]
-    if letter in "KO" and size > 256:
-        pytest.skip("wider than the chip: no kernel takes it")
-    sizes = {"M": 20, "K": 12, "N": 24, "O": 10} | {letter: size}
-    assert_close_to_torch(inputs(**sizes, dtype=dtype), "gelu")
-
-
-@needs_kernels
-@hypothesis.settings(max_examples=40 if ON_GPU else draws(6, 12))
-@hypothesis.given(
-    sizes=strategies.tuples(*[strategies.integers(0, 40)] * 4),
-    batch=strategies.lists(strategies.integers(0, 3), max_size=3),
-    activation=strategies.sampled_from([None, *ACTIVATIONS]),
-    dtype=strategies.sampled_from(DTYPES[:2]),
-)
-def test_sizes_in_random_combinations(
-    sizes: tuple[int, int, int, int], batch: list[int], activation: str | None, dtype: torch.dtype
-) -> None:
-    assert_close_to_torch(inputs(*sizes, dtype, batches=(tuple(batch),) * 3), activation)
 
 
 @pytest.mark.gpu
@@ -197,48 +143,6 @@ def test_layouts_change_nothing(layout: str, roles: str, sizes: tuple[int, int, 
     assert_equal(found, expected)
 
 
-@needs_kernels
-def test_gradients_of_stride_zero_and_of_shared_matrices() -> None:
-    """``.sum()`` sends back one expanded number; a matrix in three roles gets the sum of three gradients."""
-    square = inputs(6, 6, 6, 6)["a"]
-    assert square is not None
-
-    def gradient(call: Callable[..., Tensor], a: Tensor, **options: Any) -> Tensor:
-        a = a.detach().requires_grad_()
-        (found,) = torch.autograd.grad(call(a, a.mT, a, activation="tanh").sum(), a, **options)
-        return found.detach()
-
-    theirs, truth = (gradient(reference.gemm_gemm, matrix) for matrix in (square, square.double()))
-    with on_path("kernels"):
-        for create_graph in (False, True):
-            ours = gradient(functional.gemm_gemm, square, create_graph=create_graph)
-            assert_all_close({"da": ours}, {"da": theirs}, {"da": truth}, independent=36)
-
-
-@pytest.mark.sampled(together=2)
-@needs_kernels
-@infinities
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("role", ["a", "b", "c", "dy"])
-@pytest.mark.parametrize("activation", [None, "relu", "relu2", "gelu", "silu"])
-def test_special_values_spread_as_in_torch(activation: str | None, role: str, value: float) -> None:
-    operands = inputs(18, 5, 20, 6)
-    dy = gradient_for(operands)
-    tensor = dy if role == "dy" else operands[role]
-    assert tensor is not None
-    tensor[-1, -1, -2] = value
-    with on_path("kernels"):
-        ours = results(functional.gemm_gemm, operands, dy, activation=activation)
-    truth = results(reference.gemm_gemm, in_float64(operands), dy.double(), activation=activation)
-    for name, tensor in ours.items():
-        other = truth[name]
-        assert tensor is not None
-        assert other is not None
-        assert torch.equal(tensor.isnan(), other.isnan()), name
-        infinite = tensor.isinf() | other.isinf()
-        assert torch.equal(tensor[infinite].double(), other[infinite]), name
-
-
 @pytest.mark.parametrize("path", [PATHS[0], PATHS[2]])
 def test_every_subset_of_frozen_operands(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Right gradients, None elsewhere, and no kernel for a gradient that nobody wants."""
@@ -265,25 +169,3 @@ def test_every_subset_of_frozen_operands(path: str, monkeypatch: pytest.MonkeyPa
             dropped = {f"d{name}": None for name in frozen}
             assert_equal(ours, everything | dropped)
             assert launched == ([name for name in "abc" if name not in frozen] if path == "kernels" else [])
-
-
-@pytest.mark.parametrize("path", [PATHS[0], PATHS[2]])
-def test_autocast(path: str) -> None:
-    """Forward inside, backward outside; float32 operands keep float32 gradients."""
-    operands = inputs(20, 9, 21, 7)
-    dy = gradient_for(operands).half()
-
-    def call(function: Callable[..., Tensor]) -> dict[str, Tensor | None]:
-        inputs_ = leaves(operands)
-        with torch.autocast(DEVICE.type, torch.float16):
-            e = function(*inputs_.values(), activation="silu")
-        assert e.dtype == torch.float16
-        e.backward(dy)
-        return {"e": e.detach()} | {name: tensor.grad for name, tensor in inputs_.items() if tensor is not None}
-
-    with on_path(path):
-        ours = call(functional.gemm_gemm)
-    assert all(ours[name].dtype == torch.float32 for name in "abc")
-    truth = results(reference.gemm_gemm, in_float64(operands), dy.double(), activation="silu")
-    renamed = dict(zip(ours, truth.values(), strict=True))
-    assert_all_close(ours, call(reference.gemm_gemm), renamed, computed_in=torch.float16, independent=420)

@@ -6,10 +6,8 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-import hypothesis
 import pytest
 import torch
-from hypothesis import strategies
 from torch import Tensor
 
 from fusedlayers import explain, functional, reference
@@ -17,21 +15,16 @@ from fusedlayers.closeness import assert_all_close
 from fusedlayers.functional.linear import padded_gradients
 from tests.support.operands import (
     DEVICE,
-    DTYPES,
     INTEGERS,
-    ON_GPU,
     PATHS,
-    SIZES,
     Tensors,
     assert_equal,
     in_float64,
     infinities,
-    leaves,
     needs_kernels,
     on_path,
     results,
 )
-from tests.support.selection import draws
 
 KERNELS_AND_TORCH = [PATHS[0], PATHS[2]]
 
@@ -71,19 +64,6 @@ def assert_close_to_torch(tensors: Tensors, activation: str | None = None, **spl
 
 
 @pytest.mark.sampled(together=2)
-@needs_kernels
-@pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("leading", [(), (1,), (40,), (2, 3, 7), (3, 1, 2, 5)], ids=str)
-def test_leading_dimensions_are_rows(leading: tuple[int, ...], dtype: torch.dtype, bias: bool) -> None:
-    tensors = inputs(leading, 37, 300, dtype, bias=bias)
-    assert_close_to_torch(tensors)
-    with on_path("kernels"):
-        y = functional.linear(**tensors)
-    assert (y.shape, y.dtype) == ((*leading, 37), dtype)
-
-
-@pytest.mark.sampled(together=2)
 @pytest.mark.parametrize("path", KERNELS_AND_TORCH)
 @pytest.mark.parametrize("reduction", ["workspace", "atomic"])
 @pytest.mark.parametrize("split_k", [1, 2, 3, 5, 8, "auto", 10**9])
@@ -102,84 +82,6 @@ def test_exact_integers_for_any_number_of_splits(rows: int, split_k: int | str, 
             y = functional.linear(**tensors, **options)
     assert_equal(in_float64(ours), truth)
     assert_equal({"y": y.double()}, {"y": truth["y"]})
-
-
-@needs_kernels
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("letter", ["M", "N", "K"])
-def test_sizes_one_at_a_time(letter: str, size: int) -> None:
-    sizes = {"leading": 20, "N": 24, "K": 70} | {letter.replace("M", "leading"): size}
-    assert_close_to_torch(inputs(**sizes))
-
-
-@needs_kernels
-@hypothesis.settings(max_examples=60 if ON_GPU else draws(6, 15))
-@hypothesis.given(
-    leading=strategies.lists(strategies.integers(0, 6), max_size=4),
-    N=strategies.integers(0, 70),
-    K=strategies.integers(0, 150),
-    bias=strategies.booleans(),
-    split_k=strategies.sampled_from([1, 2, 3, "auto"]),
-    dtype=strategies.sampled_from(DTYPES[:2]),
-)
-def test_sizes_in_random_combinations(
-    leading: list[int], N: int, K: int, bias: bool, split_k: int | str, dtype: torch.dtype
-) -> None:
-    assert_close_to_torch(inputs(tuple(leading), N, K, dtype, bias=bias), split_k=split_k)
-
-
-@pytest.mark.parametrize("path", KERNELS_AND_TORCH)
-@pytest.mark.parametrize("leading", [(0,), (2, 0)], ids=str)
-def test_no_rows(leading: tuple[int, ...], path: str) -> None:
-    tensors = leaves(inputs(leading, 5, 6))
-    with on_path(path):
-        y = functional.linear(**tensors)
-    assert y.shape == (*leading, 5)
-    y.sum().backward()
-    for tensor in tensors.values():
-        assert tensor is not None
-        assert torch.equal(tensor.grad, torch.zeros_like(tensor))
-
-
-LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
-    "sliced columns": lambda t: torch.cat((t, torch.full_like(t[..., :3], math.nan)), -1)[..., : t.shape[-1]],
-    "every other row": lambda t: torch.stack((t, torch.full_like(t, math.nan)), -2).flatten(-3, -2)[..., ::2, :],
-    "transposed": lambda t: t.mT.contiguous().mT,
-    "chunk of a cat": lambda t: torch.cat((torch.full_like(t, math.nan), t), -1).chunk(2, -1)[1],
-    "one element off": lambda t: torch.cat((t.new_full((1,), math.nan), t.flatten()))[1:].view(t.shape),
-}
-
-
-@pytest.mark.sampled(together=2)
-@needs_kernels
-@pytest.mark.parametrize("rows", [1, 19])
-@pytest.mark.parametrize("columns", [(21, 134), (20, 132)], ids=["no whole vectors", "whole vectors"])
-@pytest.mark.parametrize("role", ["x", "weight", "dy"])
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_layouts_change_nothing(layout: str, role: str, columns: tuple[int, int], rows: int) -> None:
-    tensors = inputs(rows, *columns, draw=INTEGERS[torch.float32])
-    given = {**tensors, "dy": upstream(tensors, INTEGERS[torch.float32])}
-    strided = {**given, role: LAYOUTS[layout](given[role])}
-    assert torch.equal(strided[role], given[role])
-    with on_path("kernels"):
-        expected, found = (
-            results(functional.linear, {name: t[name] for name in tensors}, t["dy"], split_k=2)
-            for t in (given, strided)
-        )
-    assert_equal(found, expected)
-
-
-@needs_kernels
-def test_expanded_operands() -> None:
-    """``.sum().backward()`` sends back one number, a broadcast x is one row: stride 0, read as they are."""
-    tensors = inputs(1, 21, 134, draw=INTEGERS[torch.float32])
-    x, bias = tensors["x"], torch.ones(1, device=DEVICE).expand(21)
-    assert x is not None
-    tensors = {**tensors, "x": x.expand(18, 134), "bias": bias}
-    dy = torch.ones((), device=DEVICE).expand(18, 21)
-    with on_path("kernels"):
-        ours = results(functional.linear, tensors, dy)
-    assert_equal(in_float64(ours), results(reference.linear, in_float64(tensors), dy.double()))
 
 
 @pytest.mark.sampled(together=2)

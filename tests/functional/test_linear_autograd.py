@@ -5,18 +5,16 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from fusedlayers import functional, planning, reference
-from fusedlayers.closeness import assert_all_close
 from fusedlayers.functional import dispatch, operation
 from fusedlayers.functional.recalling import Recalled
 from tests.functional.test_linear import KERNELS_AND_TORCH, inputs, upstream
-from tests.support.operands import DEVICE, INTEGERS, assert_equal, in_float64, leaves, needs_kernels, on_path, results
+from tests.support.operands import INTEGERS, assert_equal, in_float64, leaves, on_path, results
 
 NAMES = ("x", "weight", "bias")
 SUBSETS = [frozen for count in range(4) for frozen in itertools.combinations(NAMES, count)]
@@ -62,47 +60,6 @@ def test_frozen_operands(
         assert tensor is not None
         expected = None if name in frozen else truth[f"d{name}"]
         assert_equal({name: None if tensor.grad is None else tensor.grad.double()}, {name: expected})
-
-
-@needs_kernels
-def test_transforms_of_torch_func_take_torch() -> None:
-    tensors = inputs(9, 7, 40)
-    x, weight, bias = tensors.values()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("FUSEDLAYERS_BACKEND", "auto")
-        mapped = torch.func.vmap(lambda row: functional.linear(row, weight, bias))(x)
-        gradient = torch.func.grad(lambda w: functional.linear(x, w, bias).square().sum())(weight)
-    y = reference.linear(x, weight, bias)
-    torch.testing.assert_close(mapped, y)
-    torch.testing.assert_close(gradient, 2 * y.T @ x)
-
-
-@pytest.mark.parametrize("path", KERNELS_AND_TORCH)
-@pytest.mark.parametrize(
-    "dtypes", [("float32",) * 3, ("float16", "float32", "float32"), ("float32", "float16", "float16")]
-)
-def test_autocast(dtypes: tuple[str, ...], path: str) -> None:
-    """Backward runs outside of it; every gradient has the dtype of its tensor."""
-    tensors = {
-        name: None if tensor is None else tensor.to(getattr(torch, dtype))
-        for (name, tensor), dtype in zip(inputs(9, 7, 40).items(), dtypes, strict=True)
-    }
-    dy = upstream(tensors).half()
-
-    def call(function: Any, operands: Any, gradient: Tensor, enabled: bool) -> dict[str, Tensor | None]:
-        wanted = leaves(operands)
-        with torch.autocast(DEVICE.type, torch.float16, enabled=enabled):
-            y = function(**wanted, activation="relu")
-        y.backward(gradient)
-        return {"y": y.detach()} | {f"d{name}": t.grad for name, t in wanted.items()}
-
-    with on_path(path):
-        ours = call(functional.linear, tensors, dy, True)
-    theirs = call(reference.linear, tensors, dy, True)
-    half = {name: t.half().double() for name, t in tensors.items()}
-    truth = call(reference.linear, half, dy.double(), False)
-    assert {name: t.dtype for name, t in ours.items()} == {name: t.dtype for name, t in theirs.items()}
-    assert_all_close(ours, theirs, truth, computed_in=torch.float16)
 
 
 @pytest.mark.parametrize("bias", [False, True])

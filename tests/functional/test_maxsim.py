@@ -14,7 +14,6 @@ from torch import Tensor
 
 import fusedlayers as fl
 from fusedlayers import functional, reference
-from fusedlayers.closeness import assert_all_close
 from fusedlayers.kernels import maxsim as kernels
 from tests.support.maxsim_operands import (
     LAYOUTS,
@@ -34,7 +33,6 @@ from tests.support.operands import (
     INTEGERS,
     assert_equal,
     in_float64,
-    infinities,
     needs_kernels,
     on_path,
 )
@@ -168,33 +166,6 @@ def test_empty_documents_between_others(layout: str, path: str) -> None:
         assert (de[empty] == 0).all()
 
 
-STRIDES: dict[str, Callable[[Tensor], Tensor]] = {
-    "sliced columns": lambda t: torch.cat((t, torch.full_like(t[..., :3], math.nan)), -1)[..., : t.shape[-1]],
-    "every other row": lambda t: torch.stack((t, torch.full_like(t, math.nan)), -2).flatten(-3, -2)[..., ::2, :],
-    "transposed": lambda t: t.mT.contiguous().mT,
-    "batch last": lambda t: t.movedim(0, -1).contiguous().movedim(-1, 0),
-    "one element off": lambda t: torch.cat((t.new_full((1,), math.nan), t.flatten()))[1:].view(t.shape),
-    "expanded": lambda t: t[:1].expand_as(t),
-}
-
-
-@pytest.mark.sampled
-@pytest.mark.parametrize("path", WAYS)
-@pytest.mark.parametrize("layout", STRIDES)
-def test_layouts_change_nothing(layout: str, path: str) -> None:
-    draw, lay = INTEGERS[torch.float32], STRIDES[layout]
-    tensors = {"queries": draw(3, 9, 5, dtype=torch.float32), "documents": draw(4, 21, 5, dtype=torch.float32)}
-    masks = {"query_mask": torch.rand(9, 3) < 0.7, "document_mask": torch.rand(21, 4) < 0.7}
-    strided = {name: lay(tensor.to(DEVICE)) for name, tensor in tensors.items()}
-    strided |= {name: mask.to(DEVICE).mT for name, mask in masks.items()}
-    upstream = lay(draw(3, 4, dtype=torch.float32).to(DEVICE))
-    plain = {name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in strided.items()}
-    with on_path(path):
-        ours = results(functional.maxsim, strided, upstream)
-        assert_equal(ours, results(functional.maxsim, plain, upstream.clone(memory_format=torch.contiguous_format)))
-    assert_equal(in_float64(ours), results(reference.maxsim, double(plain), upstream.double()))
-
-
 @pytest.mark.parametrize("path", WAYS)
 def test_packed_rows_and_offsets_of_any_stride(path: str) -> None:
     draw = INTEGERS[torch.float32]
@@ -204,47 +175,6 @@ def test_packed_rows_and_offsets_of_any_stride(path: str) -> None:
     }
     with on_path(path):
         assert_equal(results(functional.maxsim, strided), results(functional.maxsim, arguments))
-
-
-@pytest.mark.parametrize("path", WAYS)
-def test_one_matrix_in_both_roles_and_an_expanded_gradient(path: str) -> None:
-    x = torch.randn(3, 6, 8, device=DEVICE)
-
-    def gradient(call: Callable[..., Tensor], tensor: Tensor, **options: Any) -> Tensor:
-        tensor = tensor.detach().requires_grad_()
-        (found,) = torch.autograd.grad(call(tensor, tensor).sum(), tensor, **options)
-        return found.detach()
-
-    theirs, truth = gradient(reference.maxsim, x), gradient(reference.maxsim, x.double())
-    with on_path(path):
-        for create_graph in (False, True):
-            ours = gradient(functional.maxsim, x, create_graph=create_graph)
-            assert_all_close({"dx": ours}, {"dx": theirs}, {"dx": truth})
-
-
-@needs_kernels
-@infinities
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("role", ["queries", "documents", "upstream"])
-def test_special_values_spread_as_in_torch(role: str, value: float) -> None:
-    """But for the zeros of torch's dense gradients: an infinite token that no one chose leaves no NaN in ours."""
-    arguments = {"queries": torch.randn(3, 5, 6, device=DEVICE), "documents": torch.randn(4, 7, 6, device=DEVICE)}
-    upstream = upstream_for(arguments)
-    planted = {**arguments, "upstream": upstream}[role]
-    planted.view(-1)[planted.numel() // 2] = value
-    with on_path("kernels"):
-        ours = results(functional.maxsim, arguments, upstream)
-    truth = results(reference.maxsim, double(arguments), upstream.double())
-    for name, tensor in ours.items():
-        other = truth[name]
-        assert tensor is not None
-        assert other is not None
-        if role == "documents" and name == "dqueries":
-            assert not (tensor.isnan() & ~other.isnan()).any(), name
-            continue
-        assert torch.equal(tensor.isnan(), other.isnan()), name
-        infinite = tensor.isinf() | other.isinf()
-        assert torch.equal(tensor[infinite].double(), other[infinite]), name
 
 
 @pytest.mark.parametrize("path", WAYS)
@@ -274,44 +204,6 @@ def test_every_subset_of_frozen_operands(path: str, monkeypatch: pytest.MonkeyPa
             ours = results(functional.maxsim, arguments, upstream, frozen)
             assert_equal(ours, everything | {f"d{name}": None for name in frozen})
             assert launched == (expected if path == "kernels" else [])
-
-
-def test_derivatives_in_float64() -> None:
-    q, e = (torch.randn(2, n, 3, dtype=torch.float64, requires_grad=True) for n in (4, 5))
-    q_mask = torch.tensor([[True] * 4, [True, False, True, False]])
-    e_mask = torch.tensor([[False, True, True, False, True], [False] * 5])
-
-    def call(queries: Tensor, documents: Tensor) -> Tensor:
-        scores = functional.maxsim(queries, documents, q_mask, e_mask)
-        return scores.masked_fill(scores.isinf(), 0)
-
-    assert torch.autograd.gradcheck(call, (q, e))
-    assert torch.autograd.gradgradcheck(call, (q, e))
-    gradients = torch.autograd.grad(functional.maxsim(q, e, q_mask, e_mask)[:, 1].sum(), (q, e))
-    assert all((gradient == 0).all() for gradient in gradients), "a document without tokens has no gradient"
-
-
-@pytest.mark.parametrize("path", WAYS)
-def test_autocast(path: str) -> None:
-    """Forward inside, backward outside; float32 operands keep float32 gradients."""
-    arguments = laid_out(sequences([9, 12], [14, 31, 5], 24), "padded", "packed")
-    upstream = upstream_for(arguments).half()
-
-    def call(function: Callable[..., Tensor]) -> dict[str, Tensor | None]:
-        def inside(**tensors: Tensor) -> Tensor:
-            with torch.autocast(DEVICE.type, torch.float16):
-                return function(**tensors)
-
-        return results(inside, arguments, upstream)
-
-    with on_path(path):
-        ours = call(functional.maxsim)
-    scores, dq = ours["scores"], ours["dqueries"]
-    assert scores is not None
-    assert dq is not None
-    assert (scores.dtype, dq.dtype) == (torch.float16, torch.float32)
-    truth = results(reference.maxsim, double(arguments), upstream.double())
-    assert_all_close(ours, call(reference.maxsim), truth, computed_in=torch.float16)
 
 
 def test_the_module_is_the_function() -> None:

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-import hypothesis
 import pytest
 import torch
-from hypothesis import strategies
 from torch import Tensor
 
 from fusedlayers import functional, reference
@@ -23,18 +20,14 @@ from tests.support.operands import (
     DEVICE,
     DTYPES,
     INTEGERS,
-    ON_GPU,
     PATHS,
-    SIZES,
     Tensors,
     assert_equal,
     in_float64,
-    infinities,
     leaves,
     needs_kernels,
     on_path,
 )
-from tests.support.selection import draws
 
 KERNELS_AND_TORCH = [PATHS[0], PATHS[2]]
 Call = Callable[..., "tuple[Tensor, Tensor | None]"]
@@ -71,35 +64,6 @@ def test_sums_by_a_kernel_beside_torchs_product(dtype: torch.dtype) -> None:
     assert_all_close(ours, theirs, truth)
 
 
-def assert_close_to_torch(tensors: Tensors, **options: Any) -> None:
-    with on_path("kernels"):
-        ours = found(functional.weight_gradient, tensors, **options)
-    theirs = found(reference.weight_gradient, tensors, **options)
-    assert_all_close(ours, theirs, found(reference.weight_gradient, in_float64(tensors), **options))
-
-
-@needs_kernels
-@pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("leading", [(), (70,), (2, 35), (2, 5, 7), (3, 1, 2, 11)], ids=str)
-def test_leading_dimensions_are_rows(leading: tuple[int, ...], dtype: torch.dtype, bias: bool) -> None:
-    tensors = inputs(leading, 37, 70, dtype)
-    assert_close_to_torch(tensors, bias=bias)
-    with on_path("kernels"):
-        dw, db = functional.weight_gradient(**tensors, bias=bias)
-    assert (dw.shape, dw.dtype) == ((37, 70), dtype)
-    assert (db is not None and (db.shape, db.dtype) == ((37,), dtype)) if bias else db is None
-
-
-@pytest.mark.parametrize("path", KERNELS_AND_TORCH)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_exact_integers(dtype: torch.dtype, path: str) -> None:
-    tensors = inputs(149, 37, 70, dtype, draw=INTEGERS[dtype])
-    with on_path(path):
-        ours = found(functional.weight_gradient, tensors)
-    assert_equal(in_float64(ours), found(reference.weight_gradient, in_float64(tensors)))
-
-
 @pytest.mark.sampled(together=2)
 @needs_kernels
 @pytest.mark.usefixtures("poisoned_memory")
@@ -115,114 +79,6 @@ def test_exact_integers_for_any_number_of_splits(
     dw, db = kernels.weight_gradient(tensors["dy"], tensors["x"], bias, splits, "ieee", tiles)
     truth = found(reference.weight_gradient, in_float64(tensors), bias=bias)
     assert_equal(in_float64({"dw": dw, "db": db}), truth)
-
-
-@needs_kernels
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("letter", ["M", "O", "K"])
-def test_sizes_one_at_a_time(letter: str, size: int) -> None:
-    sizes = {"leading": 40, "O": 20, "K": 24} | {letter.replace("M", "leading"): size}
-    assert_close_to_torch(inputs(**sizes))
-
-
-@needs_kernels
-@hypothesis.settings(max_examples=60 if ON_GPU else draws(6, 25))
-@hypothesis.given(
-    leading=strategies.lists(strategies.integers(0, 9), max_size=4),
-    O=strategies.integers(0, 70),
-    K=strategies.integers(0, 70),
-    bias=strategies.booleans(),
-    dtype=strategies.sampled_from(DTYPES[:2]),
-)
-def test_sizes_in_random_combinations(leading: list[int], O: int, K: int, bias: bool, dtype: torch.dtype) -> None:
-    assert_close_to_torch(inputs(tuple(leading), O, K, dtype), bias=bias)
-
-
-@pytest.mark.parametrize("path", KERNELS_AND_TORCH)
-def test_no_rows_give_zeros(path: str) -> None:
-    with on_path(path):
-        dw, db = functional.weight_gradient(**inputs((2, 0), 5, 6))
-    assert db is not None
-    assert torch.equal(dw, torch.zeros_like(dw))
-    assert torch.equal(db, torch.zeros_like(db))
-
-
-LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
-    "sliced columns": lambda t: torch.cat((t, torch.full_like(t[..., :3], math.nan)), -1)[..., : t.shape[-1]],
-    "every other row": lambda t: torch.stack((t, torch.full_like(t, math.nan)), -2).flatten(-3, -2)[..., ::2, :],
-    "transposed": lambda t: t.mT.contiguous().mT,
-    "batch last": lambda t: t.movedim(0, -1).contiguous().movedim(-1, 0),
-    "chunk of a cat": lambda t: torch.cat((torch.full_like(t, math.nan), t), -1).chunk(2, -1)[1],
-    "one element off": lambda t: torch.cat((t.new_full((1,), math.nan), t.flatten()))[1:].view(t.shape),
-}
-
-
-@needs_kernels
-@pytest.mark.parametrize("leading", [(45,), (3, 15)], ids=str)
-@pytest.mark.parametrize("role", ["dy", "x"])
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_layouts_change_nothing(layout: str, role: str, leading: tuple[int, ...]) -> None:
-    tensors = inputs(leading, 21, 34, draw=INTEGERS[torch.float32])
-    strided = {**tensors, role: LAYOUTS[layout](tensors[role])}
-    assert torch.equal(strided[role], tensors[role])
-    with on_path("kernels"):
-        expected = found(functional.weight_gradient, tensors)
-        assert_equal(found(functional.weight_gradient, strided), expected)
-
-
-@needs_kernels
-@pytest.mark.parametrize("shape", [(1, 1), (45, 1), (1, 21)], ids=["one number", "a column", "a row"])
-def test_expanded_gradients(shape: tuple[int, int]) -> None:
-    """``.sum().backward()`` sends back one number, ``.mean(0)`` one row: stride 0, read as they are."""
-    tensors = inputs(45, 21, 34, draw=INTEGERS[torch.float32])
-    tensors["dy"] = tensors["dy"][: shape[0], : shape[1]].expand(45, 21)
-    assert 0 in tensors["dy"].stride()
-    with on_path("kernels"):
-        ours = found(functional.weight_gradient, tensors)
-    assert_equal(in_float64(ours), found(reference.weight_gradient, in_float64(tensors)))
-
-
-@needs_kernels
-@infinities
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("role", ["dy", "x"])
-def test_special_values_spread_as_in_torch(role: str, value: float) -> None:
-    tensors = inputs(50, 21, 34)
-    tensors[role][-1, -2] = value
-    with on_path("kernels"):
-        ours = found(functional.weight_gradient, tensors)
-    for name, truth in found(reference.weight_gradient, in_float64(tensors)).items():
-        tensor = ours[name]
-        assert tensor is not None
-        assert truth is not None
-        assert torch.equal(tensor.isnan(), truth.isnan()), name
-        infinite = tensor.isinf() | truth.isinf()
-        assert torch.equal(tensor[infinite].double(), truth[infinite]), name
-
-
-def gradients(call: Call, tensors: Tensors, upstream: Tensors, **options: Any) -> dict[str, Tensor | None]:
-    """Of dy and x, for the given gradients of dW and db."""
-    wanted = leaves(tensors)
-    outputs = dict(zip(("dw", "db"), call(**wanted, **options), strict=True))
-    chosen = [name for name in upstream if outputs[name] is not None]
-    grads = torch.autograd.grad(
-        [outputs[name] for name in chosen], list(wanted.values()), [upstream[name] for name in chosen],
-        materialize_grads=True,
-    )  # fmt: skip
-    return dict(zip(wanted, grads, strict=True))
-
-
-@pytest.mark.parametrize("path", KERNELS_AND_TORCH)
-@pytest.mark.parametrize("asked", [("dw", "db"), ("dw",), ("db",)], ids=" and ".join)
-def test_gradients(asked: tuple[str, ...], path: str) -> None:
-    tensors = inputs((2, 25), 21, 34)
-    upstream = {name: torch.randn(shape, device=DEVICE) for name, shape in (("dw", (21, 34)), ("db", (21,)))}
-    upstream = {name: upstream[name] for name in asked}
-    with on_path(path):
-        ours = gradients(functional.weight_gradient, tensors, upstream)
-    theirs = gradients(reference.weight_gradient, tensors, upstream)
-    truth = gradients(reference.weight_gradient, in_float64(tensors), in_float64(upstream))
-    assert_all_close(ours, theirs, truth)
 
 
 @pytest.mark.parametrize("path", KERNELS_AND_TORCH)
@@ -247,23 +103,6 @@ def test_frozen_operands(frozen: str, path: str) -> None:
     assert x is not None
     expected = dy @ (2 * dy.T @ x) if frozen == "dy" else x @ (2 * dy.T @ x).T
     assert_all_close({"gradient": gradient}, {"gradient": expected.float()}, {"gradient": expected.detach()})
-
-
-@pytest.mark.parametrize("path", KERNELS_AND_TORCH)
-def test_autocast(path: str) -> None:
-    tensors = inputs(50, 21, 34)
-
-    def call(function: Call) -> dict[str, Tensor | None]:
-        with torch.autocast(DEVICE.type, torch.float16):
-            return found(function, tensors)
-
-    with on_path(path):
-        ours = call(functional.weight_gradient)
-    half = {name: tensor.half() for name, tensor in tensors.items()}
-    theirs = found(reference.weight_gradient, half)
-    assert ours["dw"] is not None
-    assert ours["dw"].dtype == torch.float16
-    assert_all_close(ours, theirs, found(reference.weight_gradient, in_float64(tensors)), computed_in=torch.float16)
 
 
 BAD: list[tuple[dict[str, Any], type[Exception], str]] = [

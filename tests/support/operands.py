@@ -273,10 +273,10 @@ def assert_ffn_close(
     # What is dropped has no error.
     hidden = x.shape[:-1].numel() * w_up.shape[0] * (1 - arithmetic.get("dropout_p", 0.0))
     found = [compared(inputs) for inputs in draws]
-    assert_draws_close(found, independent=round(hidden), again=(compared(_mixed(inputs)) for inputs in draws))
+    assert_draws_close(found, independent=round(hidden), again=(compared(mixed(inputs)) for inputs in draws))
 
 
-def _mixed(tensors: Tensors) -> dict[str, Tensor | None]:
+def mixed(tensors: Tensors) -> dict[str, Tensor | None]:
     """Another draw of the same distributions: each tensor's numbers in other places."""
 
     def mixed(tensor: Tensor) -> Tensor:

@@ -38,12 +38,12 @@ FAULTS: tuple[Fault, ...] = (
         "tail of the inner axis dropped", _TILES,
         "return first, tl.minimum(first + size, inner)",
         "return first, tl.minimum(first + size, inner // BLOCK_INNER * BLOCK_INNER)",
-        "functional/test_linear sizes_one_at_a_time",
+        "functional/test_numbers sizes_one_at_a_time",
     ),
     _fault(
         "mask of a tile's columns missing", _TILES,
         "(cols < col_limit)[None, :]\n        return tl", "(cols < 2 * col_limit)[None, :]\n        return tl",
-        "functional/test_ffn sizes_one_at_a_time",
+        "functional/test_numbers sizes_one_at_a_time",
     ),
     _fault(
         "row past the matrix written", _TILES,
@@ -54,12 +54,12 @@ FAULTS: tuple[Fault, ...] = (
     _fault(
         "stride of a bias ignored", _TILES,
         "base_ptr + cols.to(tl.int64) * stride, mask", "base_ptr + cols.to(tl.int64), mask",
-        "functional/test_ffn_layouts layouts_change_nothing",
+        "functional/test_numbers layouts_change_nothing",
     ),
     _fault(
         "rows that are no whole vectors told to be", "kernels/launching.py",
         "return 1 if any(size % unit for size in sizes) else unit", "return unit",
-        "functional/test_gemm_gemm layouts_change_nothing",
+        "functional/test_numbers layouts_change_nothing",
     ),
     _fault(
         "columns of a transposed operand cut off", "kernels/launching.py",
@@ -140,7 +140,7 @@ FAULTS: tuple[Fault, ...] = (
     _fault(
         "gate and up swapped", _FFN_FORWARD,
         "hidden_and_slopes(z, z_gate, GATED", "hidden_and_slopes(z_gate, z, GATED",
-        "functional/test_ffn activations",
+        "functional/test_numbers activations",
     ),
     _fault(
         "gradients of gate and up swapped", "fusedlayers/functional/ffn/fused.py",
@@ -149,7 +149,7 @@ FAULTS: tuple[Fault, ...] = (
         "    found = kernels.weight_gradients(given, dy, asked, plan.splits, plan.weight_gradient_tiles)\n"
         "    up, gate = (found.up, None) if found.gate is None else (found.gate, found.up)\n"
         "    return [dx, up, found.down, found.up_bias, db_down, gate, found.gate_bias]",
-        "functional/test_ffn activations",
+        "functional/test_numbers activations",
     ),
     _fault(
         "pre-activation kept after the activation", _EPILOGUES,
@@ -171,13 +171,13 @@ FAULTS: tuple[Fault, ...] = (
     _fault(
         "slope of an activation slightly wrong", "kernels/activations.py",
         "tl.constexpr(3 * 0.044715 *", "tl.constexpr(3 * 0.04471 *",
-        "functional/test_ffn activations",
+        "functional/test_numbers activations",
     ),
     _fault(
         "relu that swallows NaN", "kernels/activations.py",
         "return tl.where(z <= 0, 0.0, z), tl.where(z <= 0, 0.0, 1.0)",
         "return tl.where(z > 0, z, 0.0), tl.where(z <= 0, 0.0, 1.0)",
-        "functional/test_ffn special_values",
+        "functional/test_numbers special_values",
     ),
     # Dropout.
     _fault(
