@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import hypothesis
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import strategies
 from torch import Tensor
 
 from fusedlayers import functional, reference
-from fusedlayers.closeness import assert_all_close
 from fusedlayers.devices import assumed
 from fusedlayers.functional.dispatch import decisions
 from fusedlayers.kernels import cross_entropy as kernels
@@ -23,16 +20,12 @@ from tests.support.allocations import AllocatedBytes
 from tests.support.loss_operands import (
     FLOATING,
     IGNORED,
-    OPTIONS,
-    REDUCTIONS,
     assert_loss_close,
-    in_float64,
     loss_inputs,
     on_path,
     results,
 )
 from tests.support.operands import DEVICE, DTYPES, ON_GPU, Tensors, infinities, needs_kernels
-from tests.support.selection import draws
 
 pytestmark = [
     infinities,
@@ -44,26 +37,6 @@ pytestmark = [
 
 def assert_close(*given: Tensors, **options: Any) -> None:
     assert_loss_close(*given, path="fused", frozen=FLOATING, rows=None, **options)
-
-
-@pytest.mark.sampled
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("reduction", REDUCTIONS)
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-@pytest.mark.parametrize("extras", [(), ("bias",), ("weight",), ("bias", "weight")], ids=str)
-def test_every_option(dtype: torch.dtype, reduction: str, options: dict[str, Any], extras: tuple[str, ...]) -> None:
-    given = [loss_inputs((3, 7), 24, 150, dtype, **dict.fromkeys(extras, True)) for _ in range(4)]
-    assert_close(*given, reduction=reduction, **options)
-
-
-@pytest.mark.sampled(together=2)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("options", [OPTIONS[name] for name in ("plain", "softcap", "scale")], ids=str)
-@pytest.mark.parametrize("entropy", [False, True])
-def test_log_probabilities(dtype: torch.dtype, options: dict[str, Any], entropy: bool) -> None:
-    for peak in (1.0, 12.0):
-        given = [loss_inputs((3, 7), 24, 150, dtype, bias=True, peak=peak) for _ in range(4)]
-        assert_close(*given, name="linear_log_probs", return_entropy=entropy, **options)
 
 
 @pytest.mark.sampled
@@ -190,73 +163,6 @@ def test_special_values(row: list[float], options: dict[str, Any], place: int) -
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5, equal_nan=True)
 
 
-@pytest.mark.parametrize("name", FLOATING)
-def test_special_values_of_operands(name: str) -> None:
-    for value in (torch.nan, torch.inf, -torch.inf):
-        inputs = loss_inputs((2, 9), 24, 70, bias=True)
-        planted = inputs[name]
-        assert planted is not None
-        planted.view(-1)[7] = value
-        with on_path("fused"):
-            ours = results(functional.linear_cross_entropy, inputs, FLOATING, reduction="none")["result 0"]
-        theirs = results(reference.linear_cross_entropy, inputs, FLOATING, reduction="none")["result 0"]
-        assert ours is not None
-        assert theirs is not None
-        assert torch.equal(ours.isnan(), theirs.isnan())
-        assert torch.equal(ours.isinf(), theirs.isinf())
-
-
-@pytest.mark.bits
-@pytest.mark.parametrize("target", [-1, 70, 127, 128, 2**32 + 3, -(2**40)])
-@pytest.mark.parametrize("weight", [False, True])
-def test_a_target_that_is_no_class_shows(target: int, weight: bool) -> None:
-    inputs = loss_inputs((9,), 24, 70, weight=weight, ignored=0)
-    given = {name: tensor for name, tensor in inputs.items() if tensor is not None}
-    wrong = given["target"].clone()
-    wrong[4] = target
-    with on_path("fused"):
-        right = functional.linear_cross_entropy(**given, reduction="none")
-        found = functional.linear_cross_entropy(**given | {"target": wrong}, reduction="none")
-        assert functional.linear_cross_entropy(**given | {"target": wrong}).isnan()
-    assert found.isnan().nonzero().tolist() == [[4]]
-    others = torch.arange(9, device=DEVICE) != 4
-    assert torch.equal(found[others], right[others])
-
-
-@pytest.mark.parametrize("reduction", REDUCTIONS)
-def test_no_token_counts(reduction: str) -> None:
-    inputs = loss_inputs((2, 9), 24, 70, bias=True, ignored=18)
-    with on_path("fused"):
-        loss = results(functional.linear_cross_entropy, inputs, FLOATING, reduction=reduction)["result 0"]
-    assert loss is not None
-    assert loss.isnan() if reduction == "mean" else not loss.any()
-
-
-def test_any_layout() -> None:
-    """Transposed, sliced and expanded operands."""
-    inputs = loss_inputs((2, 9), 24, 70, bias=True, weight=True)
-    given = {name: tensor for name, tensor in inputs.items() if tensor is not None}
-    strided: Tensors = {
-        "input": given["input"].transpose(0, 1).contiguous().transpose(0, 1),
-        "linear_weight": given["linear_weight"].T.contiguous().T,
-        "linear_bias": torch.stack([given["linear_bias"]] * 2, 1)[:, 0],
-        "target": torch.stack([given["target"]] * 3, 2)[..., 1],
-        "weight": torch.stack([given["weight"]] * 2, 1)[:, 1],
-    }
-    with on_path("fused"):
-        ours, plain = (
-            results(functional.linear_cross_entropy, each, FLOATING, reduction="none", label_smoothing=0.1)
-            for each in (strided, given)
-        )
-    torch.testing.assert_close(ours, plain, rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.usefixtures("poisoned_memory")
-def test_nothing_uninitialised_is_read() -> None:
-    for options in ({"label_smoothing": 0.1}, {}):
-        assert_close(loss_inputs((19,), 24, 300, bias=True, weight=True), reduction="none", **options)
-
-
 @pytest.mark.skipif(ON_GPU, reason="what the CPU's allocator hands out")
 def test_no_tensor_is_as_large_as_a_few_rows_of_logits() -> None:
     # Rows of an odd number of classes: torch's products read a padded copy of the weight, this path does not.
@@ -285,24 +191,6 @@ def test_compiled(name: str) -> None:
                 ours = compiled(**inputs)
             assert set(paths) <= {f"{name} fused"}
             torch.testing.assert_close(ours, function(**inputs, **options))
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, *([torch.bfloat16] if ON_GPU else [])], ids=str)
-def test_autocast(dtype: torch.dtype) -> None:
-    inputs = loss_inputs((2, 9), 24, 70, bias=True, weight=True)
-
-    def inside(call: Any) -> Any:
-        def cast(**given: Any) -> Any:
-            with torch.autocast(DEVICE.type, dtype):
-                return call(**given)
-
-        return cast
-
-    with on_path("fused"):
-        ours = results(inside(functional.linear_cross_entropy), inputs, FLOATING, reduction="none")
-    theirs = results(inside(reference.linear_cross_entropy), inputs, FLOATING, reduction="none")
-    truth = results(reference.linear_cross_entropy, in_float64(inputs), FLOATING, reduction="none")
-    assert_all_close(ours, theirs, truth, computed_in=dtype, independent=18)
 
 
 @pytest.mark.sampled(together=2)
@@ -368,17 +256,6 @@ def test_what_a_backward_pass_needs_is_left_behind() -> None:
     logits = input @ weight.T
     torch.testing.assert_close(found[0], logits.amax(1))
     torch.testing.assert_close(found[1], (logits - logits.amax(1, keepdim=True)).exp().sum(1))
-
-
-@hypothesis.settings(max_examples=60 if ON_GPU else draws(6, 20))
-@hypothesis.given(
-    sizes=strategies.tuples(strategies.integers(1, 150), strategies.integers(1, 70), strategies.integers(1, 400)),
-    reduction=strategies.sampled_from(REDUCTIONS),
-    options=strategies.sampled_from(list(OPTIONS.values())),
-)
-def test_random_sizes(sizes: tuple[int, int, int], reduction: str, options: dict[str, Any]) -> None:
-    tokens, K, V = sizes
-    assert_close(loss_inputs((tokens,), K, V, ignored=tokens // 5), reduction=reduction, **options)
 
 
 @pytest.mark.bits

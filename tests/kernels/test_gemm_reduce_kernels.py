@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from fusedlayers import functional, reference
 from fusedlayers.kernels import gemm_reduce as kernels
@@ -202,30 +201,6 @@ def test_masks_and_lengths(op: str, dim: int) -> None:
             gradient = ours[name]
             assert gradient is not None
             assert bool(gradient.isfinite().all())
-
-
-LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
-    "sliced columns": lambda t: torch.cat((t, torch.full_like(t[..., :3], math.nan)), -1)[..., : t.shape[-1]],
-    "every other row": lambda t: torch.stack((t, torch.full_like(t, math.nan)), -2).flatten(-3, -2)[..., ::2, :],
-    "transposed": lambda t: t.mT.contiguous().mT,
-    "batch last": lambda t: t.movedim(0, -1).contiguous().movedim(-1, 0),
-    "one element off": lambda t: torch.cat((t.new_full((1,), math.nan), t.flatten()))[1:].view(t.shape),
-}
-
-
-@pytest.mark.sampled
-@needs_kernels
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("op", ["max", "sumsq"])
-def test_layouts_change_nothing(layout: str, op: str) -> None:
-    inputs = reduce_inputs(35, 21, 9, draw=INTEGERS[torch.float32])
-    lay = LAYOUTS[layout]
-    strided = {name: lay(tensor) for name, tensor in inputs.items() if tensor is not None}
-    for dim in DIMS:
-        dy = upstream(torch.empty(2, 21 if dim == -2 else 35, device=DEVICE), INTEGERS[torch.float32])
-        with on_path("kernels"):
-            expected = reduce_results(functional.gemm_reduce, inputs, dy, op=op, dim=dim)
-            assert_equal(reduce_results(functional.gemm_reduce, strided, lay(dy[None])[0], op=op, dim=dim), expected)
 
 
 @pytest.mark.sampled

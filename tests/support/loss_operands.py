@@ -24,6 +24,10 @@ CHUNKED = pytest.param("chunked", marks=needs_kernels)
 RECOMPUTED = pytest.param("recomputed", marks=needs_kernels)
 KERNELS = [CHUNKED, RECOMPUTED]
 PATHS = [*KERNELS, "torch"]
+# Kernels that take no part in a backward pass, whose calls are made without gradients.
+FUSED = pytest.param("fused", marks=needs_kernels)
+EVERY_KERNEL = [*KERNELS, FUSED]
+EVERY_PATH = [*PATHS, FUSED]
 # Tokens of a chunk here: no test's number of tokens is a multiple of it.
 CHUNK_ROWS = 8
 # Columns whose gradient is in memory at once: most tests have more, and no whole number of them.
@@ -39,6 +43,11 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "all": {"label_smoothing": 0.2, "softcap": 5.0, "logit_scale": -0.5, "z_loss": 1e-3},
 }
 FLOATING = ("input", "linear_weight", "linear_bias")
+
+
+def frozen_on(path: str) -> tuple[str, ...]:
+    """The operands that are frozen because kernels compute no gradients on this path."""
+    return FLOATING if path == "fused" else ()
 
 
 @contextmanager
@@ -146,6 +155,7 @@ def assert_loss_close(
 
     The last ``again`` of them judge again what fails in the others.
     """
+    frozen, rows = (FLOATING, None) if path == "fused" else (frozen, rows)
     ours, oracle = getattr(functional, name), getattr(reference, name)
 
     def compared(inputs: Tensors) -> tuple[Tensors, Tensors, Tensors]:

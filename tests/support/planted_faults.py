@@ -292,7 +292,7 @@ FAULTS: tuple[Fault, ...] = (
     _fault(
         "padding of the chunked path's weight counted on chip", "fusedlayers/planning/linear_cross_entropy.py",
         "return self.path == \"chunked\" and self.problem.pads_weight", "return self.problem.pads_weight",
-        "functional/test_linear_cross_entropy_fused log_probabilities",
+        "functional/test_linear_cross_entropy log_probabilities",
     ),
     _fault(
         "upstream gradient of a mean ignored", "fusedlayers/functional/linear_cross_entropy/__init__.py",
