@@ -27,7 +27,6 @@ def run(folder: Path, script: str, *arguments: str) -> tuple[int, str, str]:
     """Exit status, stdout and stderr of a script, from a server of this process; warnings are errors."""
     server = _server()
     assert server.stdin is not None
-    assert server.stdout is not None
     print(json.dumps([str(folder), script, *arguments]), file=server.stdin, flush=True)
     status = int(server.stdout.readline() or -1)
     return status, *((folder / stream).read_text() for stream in ("stdout", "stderr"))

@@ -89,7 +89,6 @@ class Forks:
 
     def run(self, script: Path) -> None:
         assert self.process.stdin is not None
-        assert self.process.stdout is not None
         print(script, file=self.process.stdin, flush=True)
         assert self.process.stdout.readline() == "0\n", f"{script.name}\n{self.printed.read_text()[-3000:]}"
 
@@ -159,7 +158,6 @@ def test_its_blocks_run_in_order(everything: bool, clone: Path, tmp_path: Path) 
             forks = forks or Forks(home / "bin" / "python", clone, environment, tmp_path / "printed")
             forks.run(code)
             ran.append(page)
-    assert forks is not None
     forks.close()
     assert list(dict.fromkeys(ran)) == [page for page in reading_order() if page in ran]
     assert len(ran) > 8

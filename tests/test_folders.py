@@ -229,7 +229,6 @@ assert [os.waitpid(child, 0)[1] for child in children] == [0, 0]
 def test_two_processes_lose_none_of_each_others_records(cache: Path, run_python: Callable[..., Any]) -> None:
     run_python(WRITES.format(card=repr(CARD), ffn=repr(FFN)))
     found = calibrations.on_record(CARD)
-    assert found is not None
     assert len(found) == 80
     for number in range(2):
         failed = devices.failures_on_record(replace(CARD, name=f"Card {number}"))
@@ -242,7 +241,6 @@ def test_a_lock_ends_with_its_process(cache: Path) -> None:
     holds += "with folders.locked(Path(sys.argv[1])): print('held', flush=True); time.sleep(300)"
     lock = cache / "any.lock"
     holder = subprocess.Popen([sys.executable, "-c", holds, str(lock)], stdout=subprocess.PIPE, text=True)
-    assert holder.stdout is not None
     assert holder.stdout.readline() == "held\n"
     with folders.locked(lock, seconds=0.0) as held:
         assert not held
@@ -376,7 +374,6 @@ def test_where_nothing_compiles_torch_runs(cache: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(devices, "compiled_folder", lambda: "/dev/null/cache")
     monkeypatch.setattr(devices.tempfile, "TemporaryDirectory", full)
     reason = devices.why_nothing_compiles()
-    assert reason is not None
     assert reason.endswith("nor in a temporary folder: No space left on device")
 
 

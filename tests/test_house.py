@@ -121,7 +121,6 @@ def covers(name: str, inner: str) -> bool:
 def import_faults(module: str, source: str) -> list[str]:
     """One line for every import of a module that goes the wrong way."""
     own = inner_name(module)
-    assert own is not None
     if own == "fusedlayers" and module != "fusedlayers.__init__":
         return [f"{module} has no row in the table of imports"]
     part = own.split(".")[0]

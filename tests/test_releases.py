@@ -282,8 +282,6 @@ def test_another_process_that_tests_is_waited_for(machine: Machine) -> None:
     lock = machine.record.with_suffix(".testing")
     command = [sys.executable, "-S", "-c", HOLDER, str(lock), str(machine.record), releases._place(H200)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
-        assert other.stdin is not None
-        assert other.stdout is not None
         assert other.stdout.readline() == "held\n"
         other.stdin.write("go\n")
         other.stdin.flush()

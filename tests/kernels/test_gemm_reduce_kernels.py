@@ -16,7 +16,6 @@ from fusedlayers.kernels.tuning import ReduceConfig
 from tests.support.operands import (
     DEVICE,
     INTEGERS,
-    PATHS,
     assert_equal,
     in_float64,
     infinities,
@@ -34,7 +33,6 @@ from tests.support.reduce_operands import (
 )
 
 DIMS = [-2, -1]
-TWO_PATHS = [PATHS[0], PATHS[2]]
 
 
 @pytest.mark.sampled
@@ -46,8 +44,6 @@ def test_exact_integers_for_any_number_of_splits(tiles: ReduceConfig, splits: in
     """Ragged last blocks, and splits of which there are more than tiles."""
     inputs = reduce_inputs(17, 70, 20, draw=INTEGERS[torch.float32])
     a, b = inputs.values()
-    assert a is not None
-    assert b is not None
     mask = torch.rand(2, 70, device=DEVICE) < 0.7
     for op in ("sum", "max", "min", "mean"):
         arithmetic = ReduceArithmetic(op, "identity", "ieee", "exact")
@@ -73,8 +69,6 @@ def test_both_gradients_at_once(rows_of_memory: bool, columns: int, splits: int)
     """Ragged last blocks, more splits than blocks, masked rows, and an entry of which none takes part."""
     inputs = reduce_inputs(17, columns, 20, draw=INTEGERS[torch.float32])
     a, b = (None if tensor is None else tensor.requires_grad_() for tensor in inputs.values())
-    assert a is not None
-    assert b is not None
     mask, lengths = torch.rand(2, columns, device=DEVICE) < 0.7, torch.tensor([50, 0], device=DEVICE, dtype=torch.int32)
     biases = torch.arange(columns, device=DEVICE) % 3 - 1.0, torch.arange(17, device=DEVICE) % 2 + 0.0
     reduced = b.mT.contiguous() if rows_of_memory else b.mT
@@ -134,8 +128,6 @@ def test_packed_rows(op: str, splits: int, transposed: bool) -> None:
     lengths = torch.tensor([5, 0, 40, 19], dtype=torch.int32, device=DEVICE)
     inputs = reduce_inputs(40, 18, 7, batches=((4,), (4,)), draw=INTEGERS[torch.float32])
     padded, other = inputs["a"], inputs["b"]
-    assert padded is not None
-    assert other is not None
     rows = torch.cat([entry[:length] for entry, length in zip(padded, lengths.tolist(), strict=True)])
     rows = rows.mT.contiguous().mT if transposed else rows
     offsets = torch.cat((lengths.new_zeros(1), lengths.cumsum(0, dtype=torch.int32)))
@@ -164,10 +156,6 @@ def test_packed_rows(op: str, splits: int, transposed: bool) -> None:
         kernels.reduced_gradient(operands, g, saved, matrix=True, bias=False, tiles=tiles)
         for operands in (packed, ragged)
     )
-    assert d_kept is not None
-    assert other_d_kept is not None
-    assert d_padded is not None
-    assert d_rows is not None
     assert torch.equal(d_kept, other_d_kept)
     assert bool(d_kept.any())
     unpadded = [entry[:length] for entry, length in zip(d_padded, lengths.tolist(), strict=True)]
@@ -199,7 +187,6 @@ def test_masks_and_lengths(op: str, dim: int) -> None:
         )
         for name in ("da", "db", "dbias"):
             gradient = ours[name]
-            assert gradient is not None
             assert bool(gradient.isfinite().all())
 
 
@@ -212,7 +199,6 @@ def test_special_values_come_out_as_in_torch(op: str, value: float) -> None:
     for role, dim in (("a", -2), ("a", -1), ("b", -2), ("bias", -1)):
         inputs = reduce_inputs(18, 20, 5, bias=True)
         tensor = inputs[role]
-        assert tensor is not None
         tensor.view(-1)[-2] = value
         indices = op in INDEXED
         with on_path("kernels"):
@@ -233,13 +219,10 @@ def test_special_values_come_out_as_in_torch(op: str, value: float) -> None:
 def test_gradients_have_special_values_where_torch_has_them(op: str, value: float) -> None:
     inputs = reduce_inputs(18, 20, 5)
     tensor = inputs["b"]
-    assert tensor is not None
     tensor[-1, -1, -2] = value
     with on_path("kernels"):
         ours = reduce_results(functional.gemm_reduce, inputs, op=op, activation="relu")
     truth = reduce_results(reference.gemm_reduce, in_float64(inputs), op=op, activation="relu")
     for name, found in ours.items():
         other = truth[name]
-        assert found is not None
-        assert other is not None
         assert torch.equal(found.isnan(), other.isnan()), name

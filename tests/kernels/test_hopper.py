@@ -116,7 +116,6 @@ def test_operands_are_taken_together(changes: dict[str, Tensor | None], taken: b
 )
 def test_blocks_are_named_in_the_order_of_memory(given: Tensor, block: list[int]) -> None:
     found = matrix(given)
-    assert found is not None
     descriptor = Descriptor(found.tensor, *found.geometry(64, 32))
     assert (descriptor.shape, descriptor.strides) == ([found.rows, found.columns], [found.row_stride, 1])
     assert descriptor.block_shape == block
@@ -138,7 +137,6 @@ def test_padded_columns_are_not_those_of_the_next_entry(
     given: Tensor, shape: list[int], strides: list[int], block: list[int]
 ) -> None:
     found = matrix(given)
-    assert found is not None
     padded = found.padded(128)
     assert padded.geometry(32, 128) == hopper.Geometry(shape, strides, block)
     assert padded.step == (1 if len(shape) == 3 else found.step)
@@ -147,7 +145,6 @@ def test_padded_columns_are_not_those_of_the_next_entry(
 @pytest.mark.skipif(not hopper.HAS_GLUON, reason="this Triton has no Gluon")
 def test_a_complete_descriptor_has_a_layout() -> None:
     found = matrix(tensor(100, 64))
-    assert found is not None
     complete = Descriptor(found.tensor, *found.geometry(64, 64)).complete()
     assert complete.block_shape == [64, 64]
     assert complete.layout.swizzle_byte_width == 128
@@ -157,8 +154,6 @@ def test_a_complete_descriptor_has_a_layout() -> None:
 def test_a_descriptor_like_another_lacks_nothing() -> None:
     """Whatever this Triton's launcher reads of a descriptor, also where an older or newer one has other fields."""
     first, second = matrix(tensor(100, 64)), matrix(tensor(7, 128)[:, :64])
-    assert first is not None
-    assert second is not None
     checked, expected = (
         Descriptor(first.tensor, *first.geometry(64, 64)).complete(),
         Descriptor(second.tensor, *second.geometry(64, 64)).complete(),

@@ -177,13 +177,11 @@ def both_passes(width: int, gated: bool) -> Callable[[dict[Any, Any] | None], No
 
     def wide(ready: dict[Any, Any] | None) -> None:
         tiles = plan.epilogue
-        assert tiles is not None
         _, z, z_gate = gemm_epilogue.hidden(
             x, up, bias, *gates, True, arithmetic, tiles.hidden_tiles, tiles.hidden_pipeline, ready=ready
         )
         gradient = tiles.gradient
         assert z is not None
-        assert gradient is not None
         assert gradient.tiles is not None
         gemm_epilogue.hidden_gradient(
             dy, down, z, z_gate, True, gradient.row_tiles, arithmetic, gradient.tiles, gradient.pipeline,
@@ -207,11 +205,9 @@ def test_encodings_are_bounded_and_keep_no_tensor(monkeypatch: pytest.MonkeyPatc
     watched = Watched(Launcher, monkeypatch)
     whole = drawn(64, 64, dtype=torch.bfloat16)
     found = hopper.matrix(whole)
-    assert found is not None
     with stand_in_driver() as encoded:
         launch = launching.Launch(None, 3, (5,), (), (), geometries=(found.geometry(8, 64), None))
         [encodings, _] = launch._descriptors
-        assert encodings is not None
         for row in range(10):
             for _ in range(2):
                 launch((whole[row:], None, drawn(4)))

@@ -38,7 +38,6 @@ def tensor(rows: int = 16) -> Tensor:
 
 def launched(variant: relaunching.Variant, given: Tensor, pointer: Tensor) -> None:
     found = matrix(given)
-    assert found is not None
     launch = Launch(None, 3, (5,), (), (), geometries=(found.geometry(8, 64), None))
     launch._device, launch._variant = 0, variant
     launch((given, None, pointer))
@@ -161,6 +160,5 @@ def test_the_installed_triton_is_known() -> None:
     )  # fmt: skip
     assert tuple(inspect.signature(backend.CudaLauncher).parameters) == ("src", "metadata")
     found = relaunching._c_function(launcher, Compiled())
-    assert found is not None
     assert found[0] is print
     assert "function" in found[1]

@@ -29,8 +29,8 @@ from fusedlayers.planning import (
 )
 from fusedlayers.planning.linear_cross_entropy import LossProblem
 from fusedlayers.planning.lora_ffn import LoRAProblem
+from tests.support.records import H200
 
-H200 = Device("cuda", "NVIDIA H200", "sm_90", sms=132, triton=True, backend="sm90")
 SIZES = {"M": 2**20, "K": 128, "N": 512, "O": 128}
 BLOCK = Problem(
     "ffn", batch=1, **SIZES, dtype="bfloat16", activation="gelu", needs_data_gradient=True, needs_weight_gradient=True

@@ -81,23 +81,6 @@ def test_what_cannot_run_or_was_not_measured_is_never_taken() -> None:
     assert choose(replace(INFERENCE, captured=False, compiled=True), alone, "auto", {"epilogue": None}).path == TORCH
 
 
-@pytest.mark.parametrize(("launched", "replayed"), [*itertools.product((0.5, 1.5), repeat=2)])
-def test_compiled_code_must_be_faster_either_way(launched: float, replayed: float) -> None:
-    device = where(H200, INFERENCE, {"epilogue": launched}, {"epilogue": replayed})
-    paths = {}
-    for name, facts in {
-        "launched": {"captured": False},
-        "replayed": {},
-        "both": {"captured": False, "compiled": True},
-    }.items():
-        paths[name] = plan(replace(INFERENCE, **facts), device).path  # type: ignore[arg-type]
-    assert [path == "epilogue" for path in paths.values()] == [
-        launched < 1,
-        replayed < 1,
-        launched < 1 and replayed < 1,
-    ]
-
-
 def test_without_a_gradient_the_fastest_is_taken() -> None:
     record = along(other=[0.5, 0.5, 2.0, 2.0], epilogue=[0.7, 0.7, 0.7, 0.7])
     inference = Record(row._replace(kin=INFERENCE.recorded_kin) for row in record.rows())

@@ -21,11 +21,7 @@ from fusedlayers.planning import (
 from fusedlayers.planning.linear_cross_entropy import LossProblem
 from fusedlayers.planning.lora_ffn import LoRAProblem
 from fusedlayers.planning.moe_ffn import MoeProblem
-from tests.support.records import where
-
-H200 = Device("cuda", "NVIDIA H200", "sm_90", sms=132, triton=True, backend="sm90")
-A100 = Device("cuda", "NVIDIA A100", "sm_80", sms=108, triton=True)
-CPU = Device("cpu", "cpu")
+from tests.support.records import A100, CPU, H200, where
 
 BF16, GELU = "bfloat16", "gelu_tanh"
 BOTH = {"needs_data_gradient": True, "needs_weight_gradient": True}

@@ -18,15 +18,14 @@ from fusedlayers import planning
 from fusedlayers.functional import dispatch, operation
 from fusedlayers.planning import (
     Call,
-    Device,
     LinearProblem,
     MaxSimProblem,
     Problem,
     ReduceProblem,
 )
 from tests.support.operands import forget_calls
+from tests.support.records import H200
 
-H200 = Device("cuda", "NVIDIA H200", "sm_90", sms=132, triton=True, backend="sm90")
 LAYERS = ((128, 512), (256, 1024), (512, 2048), (1024, 4096), (2048, 5632), (4096, 14_336), (8192, 28_672))
 # Whether the gradients of x and of the weights are.
 WANTED = ((True, True), (True, False), (False, True), (False, False))

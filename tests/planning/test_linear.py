@@ -14,11 +14,8 @@ from fusedlayers.planning.devices import PARTIALS_LIMIT
 from fusedlayers.planning.linear import DATA_GRADIENT, FORWARD, Product, choose_splits, filled_splits
 from fusedlayers.planning.record import Record
 from tests.support import records
-from tests.support.records import where
+from tests.support.records import A100, CPU, H200, where
 
-H200 = Device("cuda", "NVIDIA H200", "sm_90", sms=132, triton=True, backend="sm90")
-A100 = Device("cuda", "NVIDIA A100", "sm_80", sms=108, triton=True)
-CPU = Device("cpu", "cpu")
 FASTER = {"fused": 0.5}
 SKINNY = LinearProblem(M=64, N=64, K=65_536, dtype="bfloat16", captured=True)
 
@@ -58,7 +55,6 @@ def test_published_sizes(sizes: tuple[int, int, int], tile: tuple[int, int, int]
     made = plan(problem(*sizes), H200, "triton")
     tiles = made.forward.tiles
     assert made.path == "fused"
-    assert tiles is not None
     assert ((tiles.block_m, tiles.block_n, tiles.block_inner), made.forward.splits) == (tile, splits)
     assert made.workspace_bytes == (4 * splits * sizes[0] * sizes[1] if splits > 1 else 0)
     assert made.dependent
@@ -92,9 +88,7 @@ def test_each_product_has_its_own_plan() -> None:
     assert made.forward.tiles is not None
     assert made.saved_bytes == 2 * (8 * 2048 + 2400 * 2048)
     # What was measured of the whole layer says nothing of its gradients.
-    assert made.data_gradient is not None
     assert made.data_gradient.tiles is None
-    assert made.weight_gradient is not None
     assert made.weight_gradient.path == "torch"
     rejected = dict(made.rejected)
     assert rejected["kernels for the data gradient"] == "torch reads W across its rows as fast"
@@ -110,16 +104,12 @@ def test_each_product_has_its_own_plan() -> None:
     assert forced.forward.splits == forced.data_gradient.splits == 3  # type: ignore[union-attr]
     # The data gradient sums over N, for K columns.
     kernels = plan(training, H200, "triton").data_gradient
-    assert kernels is not None
     assert kernels.tiles is not None
     assert kernels.splits == choose_splits(Product(DATA_GRADIENT, 8, 2048, 2400), kernels.tiles, 132)
-    assert forced.weight_gradient is not None
     assert (forced.weight_gradient.path, forced.weight_gradient.splits) == ("fused", 1)
     frozen = plan(replace(training, needs_weight_gradient=False, needs_data_gradient=False), device)
     assert (frozen.data_gradient, frozen.weight_gradient) == (None, None)
     one = plan(replace(training, M=1), H200, "triton")
-    assert one.data_gradient is not None
-    assert one.data_gradient.tiles is not None
     assert one.data_gradient.tiles.block_m == 16
 
 
@@ -146,7 +136,6 @@ def test_torchs_gradients_are_padded_to_whole_vectors() -> None:
 def test_many_tokens_split_the_weight_gradient() -> None:
     training = problem(65_536, 512, 512, needs_weight_gradient=True, needs_bias_gradient=True)
     made = plan(training, where(H200, training.weight_gradient, FASTER))
-    assert made.weight_gradient is not None
     assert made.weight_gradient.path == "fused"
     assert made.weight_gradient.splits > 1
     assert made.forward.tiles is None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -11,8 +12,7 @@ import torch
 from torch import Tensor
 
 import fusedlayers as fl
-from fusedlayers import explaining, functional, planning
-from fusedlayers.functional import dispatch
+from fusedlayers import functional, planning
 from fusedlayers.functional.linear_cross_entropy.arguments import loss_problem
 from fusedlayers.kernels.tuning.cross_entropy import generic_shares, sm90_shares
 from fusedlayers.planning import Device, plan
@@ -24,10 +24,9 @@ from fusedlayers.planning.linear_cross_entropy_chunks import (
     even_rows,
     rounds_first_chunk,
 )
-from tests.support.records import where
+from tests.support.records import H200, where
 
 MIB = 2**20
-H200 = Device("cuda", "NVIDIA H200", "sm_90", sms=132, triton=True, backend="sm90")
 BOTH = {"needs_data_gradient": True, "needs_weight_gradient": True}
 
 
@@ -213,7 +212,6 @@ def test_without_gradients_no_logits_are_written(dtype: str, operation: str) -> 
     problem = forward(8192, 768, 50257, dtype, operation=operation, **facts)
     made = plan(problem, H200, "triton")
     assert (made.path, made.rows, made.tiles) == ("fused", 0, None)
-    assert made.logit_tiles is not None
     assert (made.logit_tiles.sm90 is None) == (dtype == "float32")
     assert made.accuracy == ("exact" if dtype == "float32" else "half")
     assert plan(problem, replace(H200, backend="generic"), "triton").logit_tiles.sm90 is None
@@ -231,7 +229,6 @@ def test_partial_results_are_few(M: int, V: int, sm90: bool, entropy: bool) -> N
     device = replace(H200, backend="sm90" if sm90 else "generic")
     made = plan(forward(M, 768, V, entropy=entropy, reduction="none"), device, "triton")
     tiles = made.logit_tiles
-    assert tiles is not None
     shares = generic_shares(tiles, M, V, made.ranges)
     if tiles.sm90 is not None:
         shares = sm90_shares(tiles.sm90, M, V)
@@ -247,7 +244,6 @@ def test_every_program_of_the_warp_specialised_kernel_has_work() -> None:
     """The published sizes: bands of tokens and their columns are shared out to 132 programs almost evenly."""
     for M, V in ((8192, 128_256), (16_384, 32_000), (16_384, 50_257)):
         tiles = plan(forward(M, 4096, V, reduction="none"), H200, "triton").logit_tiles
-        assert tiles is not None
         assert tiles.sm90 is not None
         shares = sm90_shares(tiles.sm90, M, V)
         work = [0] * shares.programs
@@ -261,69 +257,41 @@ def test_every_program_of_the_warp_specialised_kernel_has_work() -> None:
         assert max(work) <= 1.02 * sum(work) / 132, (M, V, max(work) * 132 / sum(work))
 
 
-@pytest.fixture
-def on_h200(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (dispatch, explaining):
-        monkeypatch.setattr(module, "describe", lambda where: H200)
-
-
 def given(M: int, K: int, V: int, dtype: torch.dtype = torch.bfloat16) -> dict[str, Tensor]:
     leaf = {"device": "meta", "dtype": dtype, "requires_grad": True}
     target = torch.empty(M, dtype=torch.int64, device="meta")
     return {"input": torch.empty(M, K, **leaf), "linear_weight": torch.empty(V, K, **leaf), "target": target}
 
 
-@pytest.mark.usefixtures("on_h200")
+def explained(call: Callable[..., Any], sizes: tuple[int, int, int], **options: Any) -> tuple[str, dict[str, str]]:
+    """The title and the rows of what ``explain`` says of a call on an H200."""
+    text = fl.explain(call, **given(*sizes), on="H200", **options, details=True)
+    _, title, *rows = text.split("\n")
+    return title, {name: fact.strip() for name, fact in (row.strip().split("  ", 1) for row in rows)}
+
+
 def test_explain(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The formula with its options; how many logits, or columns of their gradient, are in memory at once."""
     monkeypatch.setenv("FUSEDLAYERS_BACKEND", "triton")
-    text = fl.explain(
-        functional.linear_cross_entropy, **given(16384, 2048, 32000), softcap=30.0, z_loss=1e-4, details=True
-    )
-    head, title, *rows = text.split("\n")
-    assert head.startswith("Runs in chunks of tokens, forward and backward: keeps ")
-    assert head.endswith(" bytes a token instead of 388,104.")
+    head = functional.linear_cross_entropy
+    title, facts = explained(head, (16384, 2048, 32000), softcap=30.0, z_loss=1e-4)
     assert title == (
         "linear_cross_entropy: mean of cross_entropy(logits) + 0.0001 · logsumexp(logits)², "
         "logits = 30 tanh((input linear_weightᵀ) / 30)"
     )
-    facts = dict(row.strip().split("  ", 1) for row in rows)
-    assert facts["chunks"].strip() == "4 × 4,096 tokens, 262,144,000 bytes of logits at once"
-    assert facts["sum of dW"].strip() == "over chunks, inside the products, in float32, rounded once"
-    assert facts["gradients"].strip() == "in the forward pass"
-    assert facts["not torch"].strip() == "the chunked path comes first"
-    text = fl.explain(functional.linear_cross_entropy, **given(8192, 4096, 128256), recompute=True, details=True)
-    facts = dict(row.strip().split("  ", 1) for row in text.split("\n")[2:])
-    assert facts["path"].strip() == (
-        "fused: no logits are in memory: their tiles are reduced on chip, and computed again in the backward pass"
-    )
-    assert facts["logits"].strip() == "none in memory"
-    assert facts["gradients"].strip() == (
-        "in the backward pass, 32 × 4,096 columns, 67,108,864 bytes of their gradient at once"
-    )
-    text = fl.explain(functional.linear_cross_entropy, **given(8192, 4096, 128256), reduction="none", details=True)
-    assert "in the backward pass, 4 × 32,768 columns, 536,870,912 bytes of their gradient at once" in text
+    assert facts["chunks"] == "4 × 4,096 tokens, 262,144,000 bytes of logits at once"
+    assert facts["sum of dW"] == "over chunks, inside the products, in float32, rounded once"
+    assert facts["gradients"] == "in the forward pass"
+    _, facts = explained(head, (8192, 4096, 128256), recompute=True)
+    assert facts["logits"] == "none in memory"
+    columns = "in the backward pass, 32 × 4,096 columns, 67,108,864 bytes of their gradient at once"
+    assert facts["gradients"] == columns
+    title, facts = explained(functional.linear_log_probs, (8192, 768, 50257), return_entropy=True, logit_scale=0.5)
+    assert title == "linear_log_probs: log_softmax(logits)[target] and entropies, logits = 0.5 input linear_weightᵀ"
     with torch.no_grad():
-        text = fl.explain(functional.linear_cross_entropy, **given(16384, 2048, 32000), details=True)
-    assert "4 × 4,096 tokens, 262,144,000 bytes of logits at once" in text
-
-
-@pytest.mark.usefixtures("on_h200")
-def test_explain_log_probabilities(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FUSEDLAYERS_BACKEND", "triton")
-    text = fl.explain(
-        functional.linear_log_probs, **given(8192, 768, 50257), return_entropy=True, logit_scale=0.5, details=True
-    )
-    assert "linear_log_probs: log_softmax(logits)[target] and entropies, logits = 0.5 input linear_weightᵀ" in text
-    with torch.no_grad():
-        text = fl.explain(functional.linear_log_probs, **given(8192, 768, 50257), details=True)
-    assert text.startswith(
-        "Runs in the fused kernels, forward: no logits are in memory (their tiles are reduced on chip)."
-    )
-    facts = dict(row.strip().split("  ", 1) for row in text.split("\n")[2:])
-    assert facts["logits"].strip() == "none in memory"
-    assert facts["tiles"].strip() == "sm90: 128 tokens × 256 columns × 64 inner, consumers 2, stages 4"
-    assert facts["not torch"].strip() == "the fused path comes first"
-    assert "sum of dW" not in text
+        _, facts = explained(functional.linear_log_probs, (8192, 768, 50257))
+    assert facts["tiles"] == "sm90: 128 tokens × 256 columns × 64 inner, consumers 2, stages 4"
+    assert "sum of dW" not in facts
 
 
 def test_a_problem_of_a_call() -> None:

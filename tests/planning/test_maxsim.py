@@ -12,10 +12,8 @@ import fusedlayers as fl
 from fusedlayers import explaining, functional, planning
 from fusedlayers.functional import dispatch
 from fusedlayers.planning import Device, MaxSimPlan, MaxSimProblem
+from tests.support.records import CPU, H200
 
-H200 = Device("cuda", "NVIDIA H200", "sm_90", sms=132, triton=True, backend="sm90")
-A100 = Device("cuda", "NVIDIA A100", "sm_80", sms=108, triton=True)
-CPU = Device("cpu", "cpu")
 MANY = MaxSimProblem(
     queries=128, documents=128, query_tokens=128 * 32, document_tokens=128 * 300, K=128, dtype="bfloat16"
 )

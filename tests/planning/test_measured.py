@@ -58,7 +58,6 @@ def test_an_unknown_architecture_has_costs_and_no_preference() -> None:
     assert measured.preferences("sm_77") is None
     assert measured.tile_costs("sm_77") == measured.tile_costs("sm_90")
     known = measured.preferences("sm_90")
-    assert known is not None
     assert known.uneven_from == {16: 600, 64: 1600}
     assert known.few_tiles == (0.4, 3)
 

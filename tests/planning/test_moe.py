@@ -10,11 +10,11 @@ import pytest
 from fusedlayers.kernels.tuning import EPILOGUE_PIPELINES
 from fusedlayers.kernels.tuning.grouped_gemm import BLOCKS, GROUPED_TILES, padded_rows, row_block
 from fusedlayers.kernels.tuning.grouped_gemm_pipelines import BLOCK, GROUPED_PIPELINES
-from fusedlayers.planning import Device, plan
+from fusedlayers.planning import plan
 from fusedlayers.planning.moe_ffn import MOST_ROWS, MoeProblem
+from tests.support.records import H200
 
 MIB = 2**20
-H200 = Device("cuda", "NVIDIA H200", "sm_90", sms=132, triton=True, backend="sm90")
 STEPS = ("hidden", "product", "hidden_gradient", "weight_gradient")
 
 

@@ -12,14 +12,12 @@ from fusedlayers import planning
 from fusedlayers.kernels import tuning
 from fusedlayers.kernels.tuning import TileConfig
 from fusedlayers.planning import Device, Plan, Problem, plan
-from tests.support.records import where
+from tests.support.records import A100, CPU, where
 
 H200 = Device("cuda", "NVIDIA H200", "sm_90", sms=132, triton=True)
-A100 = Device("cuda", "NVIDIA A100", "sm_80", sms=108, triton=True)
 MI300 = Device("cuda", "AMD Instinct MI300X", "gfx942", sms=304, triton=True)
 SM90 = replace(H200, backend="sm90")
 NO_TRITON = replace(H200, triton=False)
-CPU = Device("cpu", "cpu")
 DEVICES = [H200, SM90, A100, MI300, NO_TRITON, CPU]
 
 INFERENCE = Problem("ffn", batch=1, M=131_072, K=128, N=512, O=128, dtype="bfloat16", activation="gelu_tanh")
@@ -27,7 +25,6 @@ NARROW = {"M": 1_048_576, "K": 64, "N": 256, "O": 64}
 TRAINING = replace(INFERENCE, **NARROW, needs_data_gradient=True, needs_weight_gradient=True)
 WIDE = replace(TRAINING, K=1024, O=1024)
 BATCHED = Problem("gemm_gemm", batch=128, M=1024, K=128, N=1024, O=128, dtype="bfloat16", activation="relu")
-SLOWER = "torch is expected to be "
 
 
 def paths(problem: Problem) -> set[str]:
@@ -42,24 +39,17 @@ def rejections(made: Plan) -> dict[str, str]:
 @pytest.mark.parametrize(
     ("problem", "device", "reason"),
     [
-        (TRAINING, NO_TRITON, "Triton is not installed"),
-        (TRAINING, CPU, "the kernels need a CUDA or ROCm GPU, and the tensors are on device type cpu"),
         (TRAINING, Device("mps", "mps"), "the kernels need a CUDA or ROCm GPU, and the tensors are on device type mps"),
         (replace(TRAINING, subclass="DTensor"), H200, "an operand is a DTensor"),
-        (replace(TRAINING, dtype="float64"), H200, "the kernels take float16, bfloat16, float32, not float64"),
         (replace(TRAINING, dtype="float8_e4m3fn"), H200, "not float8_e4m3fn"),
         (replace(TRAINING, M=0), H200, "there is nothing to compute"),
         (replace(BATCHED, batch=0), H200, "there is nothing to compute"),
         (replace(TRAINING, K=512, O=512), H200, "width 512 (padded 512) of bfloat16 does not fit on chip in forward"),
         (replace(TRAINING, O=257), H200, "width 257 (padded 512) of bfloat16 does not fit on chip"),
         (replace(TRAINING, K=129, O=129, dtype="float32"), H200, "width 129 (padded 256) of float32 does not fit"),
-        (TRAINING, A100, "not measured on sm_80; python -m fusedlayers.bench calibrate"),
         (TRAINING, MI300, "not measured on gfx942"),
         # What was measured there was measured in kernels that do not run.
         (TRAINING, H200, "not measured on sm_90"),
-        (replace(TRAINING, dtype="float32"), SM90, "float32 products in IEEE precision do not use the matrix units"),
-        (TRAINING, where(SM90, TRAINING, {"fused": 2, "epilogue": 2}), SLOWER),
-        (TRAINING, where(SM90, BATCHED, {"fused": 0.5}), "nothing like it was measured"),
         (TRAINING, where(SM90, INFERENCE, {"fused": 0.5}), "nothing like it was measured"),
     ],
 )
@@ -275,7 +265,6 @@ def test_every_plan_keeps_the_rules(problem: Problem, device: Device, backend: s
     else:
         assert (made.epilogue is None) == (made.path != "epilogue")
     if made.path == "epilogue":
-        assert made.epilogue is not None
         assert device.triton
         assert (made.epilogue.gradient is None) == (not problem.training)
         # Rows of pre-activations are whole sectors of 32 bytes, unless torch computes them.
@@ -317,12 +306,6 @@ def test_the_workspace_of_many_tokens_does_not_loosen_the_bound_of_partial_sums(
     made = plan(problem, replace(DEVICES[0], sms=4096), "triton")
     assert made.path == "fused"
     assert 1 < made.splits <= planning.devices.PARTIALS_LIMIT // problem.partial_bytes
-
-
-def test_chunks_take_plain_tensors_alone() -> None:
-    made = plan(replace(TRAINING, recompute=True, subclass="DTensor"), H200)
-    assert made.path == "torch"
-    assert "an operand is a DTensor" in dict(made.rejected)["fused"]
 
 
 def test_a_budget_of_saved_bytes() -> None:

@@ -10,11 +10,8 @@ import pytest
 from fusedlayers.planning import Device, Problem, plan
 from fusedlayers.planning.costs import gemm_units, saved_bytes
 from fusedlayers.planning.reassociating import share_of_time
-from tests.support.records import where
+from tests.support.records import A100, CPU, H200, where
 
-H200 = Device("cuda", "NVIDIA H200", "sm_90", sms=132, triton=True, backend="sm90")
-A100 = Device("cuda", "NVIDIA A100", "sm_80", sms=108, triton=True)
-CPU = Device("cpu", "cpu")
 SMALL = Problem("gemm_gemm", batch=64, M=1024, K=64, N=1024, O=64, dtype="bfloat16")
 WANTED = {"needs_data_gradient": True, "needs_weight_gradient": True}
 

@@ -94,7 +94,6 @@ def test_a_row_that_is_left_out_is_expected_from_its_neighbours() -> None:
         found = grid(of)
         for each in found:
             made = Record(found).without("it", each.sizes).surface("it", REPLAYED, 2)
-            assert made is not None
             assert len(made.rows) == len(found) - 1
             assert abs(math.log(ratio(made, each.sizes) / of(*each.sizes))) < 0.25, each.sizes
 
@@ -118,8 +117,6 @@ def test_rows_of_other_sizes_are_none_of_the_kind() -> None:
     """What a user's file may hold."""
     found = Record([*grid(lambda M, K: 0.5), row((64, 64, 64), torch=1e-3, fused=9e-3)])
     two, three = (found.surface("it", REPLAYED, axes) for axes in (2, 3))
-    assert two is not None
-    assert three is not None
     assert (len(two.rows), len(three.rows)) == (len(found) - 1, 1)
     assert found.surface("it", REPLAYED, 4) is None
 
@@ -177,7 +174,6 @@ def test_what_the_user_measured_counts_more() -> None:
     )
     # With what is shipped for the GPU, where that is another kind of call's, too.
     record = of_device(H200.name, H200.architecture, Record(own))
-    assert record is not None
     assert len(record) == len(of_device(H200.name, H200.architecture, None) or ()) + len(own)
     assert plan(CALL, replace(H200, calibration=Record(own))).path == "torch"
 
@@ -231,7 +227,6 @@ def test_any_size_has_an_estimate(sizes: tuple[int, int, int], how: str) -> None
     M, N, K = sizes
     problem = replace(CALL, M=M, N=N, K=K)
     found = estimate(problem, where(H200, CALL, {"fused": 0.5}).override, how, {"fused": "fused"})  # type: ignore[arg-type]
-    assert found is not None
     assert found.seconds.keys() == {"fused", TORCH}
     assert all(0 < seconds < math.inf for seconds in found.seconds.values())
     assert found.measured == {"fused": pytest.approx(0.5e-3), TORCH: pytest.approx(1e-3)}

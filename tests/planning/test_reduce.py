@@ -9,9 +9,9 @@ import pytest
 from fusedlayers.kernels.tuning import Sm90ReduceConfig, one_hot_pipeline, sm90_reduce_config
 from fusedlayers.kernels.tuning.limits import BARRIER_BYTES, CONSUMER_ROWS, SHARED_MEMORY
 from fusedlayers.planning import Device, ReducePlan, ReduceProblem, plan
-from tests.support.records import where
+from fusedlayers.planning.devices import PARTIALS_LIMIT
+from tests.support.records import H200, where
 
-H200 = Device("cuda", "NVIDIA H200", "sm_90", sms=132, triton=True, backend="sm90")
 PROBLEM = ReduceProblem(batch=64, kept=1024, reduced=1024, K=128, dtype="bfloat16", op="max")
 SIZES = [1, 2, 3, 15, 16, 17, 31, 33, 63, 65, 127, 129, 200, 300, 431, 512, 767, 1024, 2048, 4096]
 
@@ -34,7 +34,6 @@ def test_configurations_fit_on_chip(K: int, costly: bool) -> None:
         for other in (32, 300, 1024):
             for P, R in ((size, other), (other, size)):
                 config = sm90_reduce_config(P, R, K, 132, costly)
-                assert config is not None
                 assert shared_bytes(config) <= SHARED_MEMORY
                 assert config.stages >= 2
                 assert config.width >= K
@@ -52,16 +51,13 @@ def test_few_variants_are_compiled(batch: int, other: int, training: bool, axis:
     for size in SIZES:
         sizes = {"kept": other, "reduced": other, axis: size}
         made = planned(replace(PROBLEM, batch=batch, **sizes, needs_reduced_gradient=training))
-        assert made.forward_tiles is not None
         forward.add((made.forward_tiles.sm90, made.splits > 1))
     assert len(forward) <= 3
 
 
 def test_indices_and_masks_take_fewer_consumers() -> None:
     plain, indexed = planned(PROBLEM), planned(replace(PROBLEM, needs_reduced_gradient=True))
-    assert plain.forward_tiles is not None
     assert plain.forward_tiles.sm90 == sm90_reduce_config(1024, 1024, 128, 132)
-    assert indexed.forward_tiles is not None
     assert indexed.forward_tiles.sm90 == sm90_reduce_config(1024, 1024, 128, 132, costly=True)
     assert planned(replace(PROBLEM, masked=True)).forward_tiles == indexed.forward_tiles
 
@@ -80,7 +76,6 @@ def test_indices_and_masks_take_fewer_consumers() -> None:
 )
 def test_which_problems_are_sm90(change: dict[str, object], sm90: bool) -> None:
     made = planned(replace(PROBLEM, **change))  # type: ignore[arg-type]
-    assert made.forward_tiles is not None
     assert (made.forward_tiles.sm90 is not None) == sm90
 
 
@@ -89,6 +84,10 @@ def test_long_axes_are_split_where_tiles_are_few() -> None:
     assert planned(replace(PROBLEM, batch=1)).splits == 2
     assert planned(replace(PROBLEM, batch=1, reduced=65_536)).splits == 33
     assert planned(replace(PROBLEM, batch=1, reduced=500)).splits == 1
+    few = planned(replace(PROBLEM, batch=1, kept=128, reduced=65_536))
+    assert few.splits > 32
+    assert few.workspace_bytes == few.splits * 8 * 128 <= PARTIALS_LIMIT
+    assert planned(replace(few.problem, product=True)).splits == 1
 
 
 def test_the_gradient_of_maxima_takes_two_sizes_of_blocks() -> None:
@@ -97,8 +96,6 @@ def test_the_gradient_of_maxima_takes_two_sizes_of_blocks() -> None:
         one_hot_pipeline(64, 1024, 128, 132),
     }
     few, many = one_hot_pipeline(64, 64, 128, 132), one_hot_pipeline(64, 65, 128, 132)
-    assert few is not None
-    assert many is not None
     assert (few.consumers, many.consumers) == (1, 2)
     assert one_hot_pipeline(64, 64, 136, 132) is None
 
@@ -151,7 +148,6 @@ def test_few_kept_rows_have_both_gradients_at_once(
     )  # fmt: skip
     made = planned(problem)
     tiles = made.one_pass_tiles
-    assert tiles is not None
     assert (tiles.block_p, tiles.block_r, tiles.block_k, tiles.num_warps) == tile
     assert made.one_pass_splits == splits
     assert planned(replace(problem, kept=129)).one_pass_tiles is None

@@ -50,7 +50,6 @@ def test_the_record_is_that_of_the_results() -> None:
 
 def test_every_row_of_the_results_is_on_record() -> None:
     for card, device in CARDS.items():
-        assert device.record is not None
         known = {(row.kin, row.variant, row.sizes) for row in device.record.rows()}
         for source in sources(card):
             problem = replace(source.problem, captured=False)

@@ -74,7 +74,6 @@ def test_few_rows_are_shared_by_more_processors() -> None:
 def test_sm90_rings_have_two_stages_at_least(kernel: str, gated: bool, K: int, O: int) -> None:
     for M, N in ((65_536, 1024), (65_537, 1032), (100, 8)):
         config = tuning.sm90_config(kernel, gated, 1, M, K, N, O, sms=132)
-        assert config is not None
         assert 2 <= config.stages <= 4
         assert config.passes <= 3
 
@@ -83,7 +82,6 @@ def test_sm90_rings_have_two_stages_at_least(kernel: str, gated: bool, K: int, O
 def test_a_backward_pass_that_stores_what_is_hidden(gated: bool) -> None:
     wide = replace(TRAINING, M=65_536, K=256, N=1024, O=256, gated=gated)
     made = plan(wide, SM90, "triton")
-    assert made.stored is not None
     # All tiles of all splits run at once, each with a tile of 128 units and 256 columns.
     tiles = (16 if gated else 8) + 2 * 4
     assert made.stored.weight_tiles(2 if gated else 1, 256, 1024, 256) == tiles

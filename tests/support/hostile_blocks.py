@@ -339,8 +339,6 @@ def imported(file: Path, classes: list[tuple[str, str, str]], patch: pytest.Monk
     """A module with these classes, from a file, where Python finds the source of each."""
     file.write_text("\n\n".join([_HEAD, *(source for _, _, source in classes)]))
     spec = importlib.util.spec_from_file_location(file.stem, file)
-    assert spec is not None
-    assert spec.loader is not None
     module: Any = importlib.util.module_from_spec(spec)
     patch.setitem(sys.modules, file.stem, module)
     spec.loader.exec_module(module)

@@ -13,6 +13,7 @@ from torch import Tensor
 from fusedlayers import functional, reference
 from fusedlayers.functional.operation import OPERATIONS
 from fusedlayers.kernels.activations import ACTIVATIONS
+from tests.support.compiled_cases import given as tensors_of
 from tests.support.operands import (
     DEVICE,
     EPILOGUE,
@@ -149,11 +150,6 @@ def cases(*without: str) -> list[Any]:
 def in_kernels(found: list[Any]) -> list[Any]:
     """Of these cases those that torch's path alone does not compute."""
     return [case for case in found if case.values[1] != "torch"]
-
-
-def tensors_of(found: Any) -> list[Tensor]:
-    """The tensors among what a call returns."""
-    return [each for each in (found if isinstance(found, tuple) else (found,)) if each is not None]
 
 
 def upstream(results: list[Tensor], draw: Draw = torch.randn) -> list[Tensor]:

@@ -8,6 +8,10 @@ from dataclasses import replace
 from fusedlayers.planning import Call, Device
 from fusedlayers.planning.record import TORCH, Record, Row
 
+# What planning knows of a GPU with warp-specialised kernels, of one with generic kernels alone, and of a CPU.
+H200 = Device("cuda", "NVIDIA H200", "sm_90", sms=132, triton=True, backend="sm90")
+A100 = Device("cuda", "NVIDIA A100", "sm_80", sms=108, triton=True)
+CPU = Device("cpu", "cpu")
 TORCH_SECONDS = 1e-3
 # Beside the sizes of the problem: fewer and more of its rows.
 AROUND = (0.25, 1, 4)

@@ -61,7 +61,6 @@ def leave_out(config: pytest.Config, items: list[pytest.Item], why: Callable[[py
 def _sample(cases: list[pytest.Function]) -> list[pytest.Function]:
     """Few cases of one test that together have what all have: every value, or every combination of some values."""
     mark = cases[0].get_closest_marker("sampled")
-    assert mark is not None
     together = min(mark.kwargs.get("together", 1), len(cases[0].callspec.params))
     has = {case: set(itertools.combinations(_values(case), together)) for case in cases}
     missing = set().union(*has.values())
