@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
+import functools
+import inspect
 import math
 import re
 from collections.abc import Callable
@@ -14,7 +15,8 @@ import torch
 from torch import Tensor
 
 from fusedlayers import functional
-from fusedlayers.functional import switches
+from fusedlayers.functional.operation import OPERATIONS
+from tests.support.contract_cases import CONTRACT
 from tests.support.operands import PATHS, Allocations, ffn_inputs, on_path
 
 CPU = torch.device("cpu")
@@ -33,18 +35,50 @@ def valid_maxsim() -> dict[str, Any]:
     return {"queries": torch.randn(3, M, K), "documents": torch.randn(O, N, K)}
 
 
+def valid_call(operation: str) -> dict[str, Any]:
+    """The arguments of a call of the contract tests, in the order of the function."""
+    arguments = CONTRACT[{"gemm_reduce": "sum"}.get(operation, operation)](M)[1]
+    given = {
+        name: arguments[name]
+        for name in inspect.signature(getattr(functional, operation)).parameters
+        if name in arguments
+    }
+    return {name: each.detach() if isinstance(each, Tensor) else each for name, each in given.items()}
+
+
 CALLS: dict[str, tuple[Callable[..., Tensor], Callable[[], dict[str, Any]]]] = {
     "ffn": (functional.ffn, valid_ffn),
     "gemm_gemm": (functional.gemm_gemm, valid_gemm_gemm),
     "maxsim": (functional.maxsim, valid_maxsim),
 }
-OPTIONAL = ("b_up", "b_down", "w_gate", "b_gate", "residual")
-TENSORS = [(operation, name) for operation, (_, valid) in CALLS.items() for name in valid()]
+EVERY_CALL = CALLS | {
+    operation: (getattr(functional, operation), functools.partial(valid_call, operation))
+    for operation in OPERATIONS
+    if operation not in CALLS
+}
+TENSORS = [
+    (operation, name)
+    for operation, (_, valid) in EVERY_CALL.items()
+    for name, value in valid().items()
+    if isinstance(value, Tensor)
+]
+FLOATING = [(operation, name) for operation, name in TENSORS if name not in ("top_k_index", "target")]
+# The weights of experts may have a dtype of their own.
+OF_ONE_DTYPE = [(operation, name) for operation, name in FLOATING if name != "top_k_weights"]
+
+
+def is_optional(operation: str, name: str) -> bool:
+    return inspect.signature(getattr(functional, operation)).parameters[name].default is None
+
+
+def first_and_second(operation: str, arguments: dict[str, Any], chosen: list[tuple[str, str]]) -> list[str]:
+    """The tensor that sets what others must have, and the one that is named where the first one is the odd one."""
+    return [name for name in arguments if (operation, name) in chosen][:2]
 
 
 def refused(operation: str, error: type[Exception], words: str, **changes: Any) -> None:
     """The call with ``changes`` raises, says the words (a regular expression), computes and changes nothing."""
-    call, valid = CALLS[operation]
+    call, valid = EVERY_CALL[operation]
     arguments = valid() | changes
     before = {name: value.clone() for name, value in arguments.items() if isinstance(value, Tensor)}
     generator = torch.get_rng_state()
@@ -62,32 +96,35 @@ def said(name: str, tensor: Tensor) -> str:
     return re.escape(f"{name} of shape {list(tensor.shape)} and dtype {tensor.dtype} on {tensor.device}")
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("value", [None, "text", 3.0, [[1.0]], np.ones((2, 2), dtype=np.float32)], ids=str)
 @pytest.mark.parametrize(("operation", "name"), TENSORS)
 def test_an_argument_that_is_no_tensor(operation: str, name: str, value: object) -> None:
     got = "None" if value is None else type(value).__name__
-    if value is not None or name not in OPTIONAL:
-        expected = "a torch.Tensor or None" if name in OPTIONAL else "a torch.Tensor"
+    if value is not None or not is_optional(operation, name):
+        expected = "a torch.Tensor or None" if is_optional(operation, name) else "a torch.Tensor"
         refused(operation, TypeError, f"^{name} must be {expected}, got {got}$", **{name: value})
     elif name == "w_gate":
         refused(operation, ValueError, "^b_gate must be None, because w_gate is None$", w_gate=None)
-    else:
+    elif operation == "ffn":
         assert functional.ffn(**valid_ffn() | {name: None}).shape == (2, M, O)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int8, torch.bool, torch.complex64], ids=str)
-@pytest.mark.parametrize(("operation", "name"), TENSORS)
+@pytest.mark.parametrize(("operation", "name"), FLOATING)
 def test_a_dtype_that_is_not_real_floating(operation: str, name: str, dtype: torch.dtype) -> None:
-    tensor = CALLS[operation][1]()[name].to(dtype)
+    tensor = EVERY_CALL[operation][1]()[name].to(dtype)
     refused(operation, TypeError, said(name, tensor) + ": expected a real floating-point dtype", **{name: tensor})
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64], ids=str)
-@pytest.mark.parametrize(("operation", "name"), TENSORS)
+@pytest.mark.parametrize(("operation", "name"), OF_ONE_DTYPE)
 def test_a_mix_of_dtypes(operation: str, name: str, dtype: torch.dtype) -> None:
     """As nn.Linear does, and in every position: the first tensor sets the dtype, so that another is named."""
-    arguments = CALLS[operation][1]()
-    first, second = list(arguments)[:2]
+    arguments = EVERY_CALL[operation][1]()
+    first, second = first_and_second(operation, arguments, OF_ONE_DTYPE)
     tensor = arguments[name].to(dtype)
     if name == first:
         words = said(second, arguments[second]) + f": expected the dtype of {first}, {dtype}"
@@ -96,12 +133,12 @@ def test_a_mix_of_dtypes(operation: str, name: str, dtype: torch.dtype) -> None:
     refused(operation, TypeError, words, **{name: tensor})
 
 
-@pytest.mark.parametrize(("operation", "name"), TENSORS)
+@pytest.mark.parametrize(("operation", "name"), OF_ONE_DTYPE)
 def test_float64_is_not_mixed_under_autocast(operation: str, name: str) -> None:
     """Autocast casts the other dtypes to one, but never float64; torch refuses the product too."""
-    arguments = CALLS[operation][1]()
-    first = next(iter(arguments))
-    culprit = name if name != first else list(arguments)[1]
+    arguments = EVERY_CALL[operation][1]()
+    first, second = first_and_second(operation, arguments, OF_ONE_DTYPE)
+    culprit = name if name != first else second
     words = rf"^{culprit} of shape .* expected the dtype of {first}"
     with torch.autocast("cpu", torch.bfloat16):
         refused(operation, TypeError, words, **{name: arguments[name].double()})
@@ -109,8 +146,8 @@ def test_float64_is_not_mixed_under_autocast(operation: str, name: str) -> None:
 
 @pytest.mark.parametrize(("operation", "name"), TENSORS)
 def test_different_devices(operation: str, name: str) -> None:
-    arguments = CALLS[operation][1]()
-    first, second = list(arguments)[:2]
+    arguments = EVERY_CALL[operation][1]()
+    first, second = first_and_second(operation, arguments, TENSORS)
     tensor = arguments[name].to("meta")
     if name == first:
         words = said(second, arguments[second]) + f": expected the device of {first}, meta"
@@ -119,39 +156,38 @@ def test_different_devices(operation: str, name: str) -> None:
     refused(operation, ValueError, words, **{name: tensor})
 
 
-LAYOUT = "it looks transposed"
+# Dims of one tensor alone, and leading dims that broadcast or are rows: another size there is another call.
+FREE = {
+    ("gemm_gemm", "a"): ("dim 1", "more", "fewer"), ("gemm_gemm", "b"): ("more", "fewer"),
+    ("gemm_gemm", "c"): ("dim 2", "more", "fewer"), ("gemm_reduce", "a"): ("dim 1", "more", "fewer"),
+    ("gemm_reduce", "b"): ("dim 2", "more", "fewer"), ("maxsim", "queries"): ("dim 0", "dim 1"),
+    ("maxsim", "documents"): ("dim 0", "dim 1"), ("weight_gradient", "dy"): ("dim 2",),
+    ("weight_gradient", "x"): ("dim 2",), ("linear", "x"): ("dim 0", "dim 1", "more", "fewer"),
+    ("lora_ffn", "x"): ("dim 0", "dim 1", "more", "fewer"),
+}  # fmt: skip
+
+
+def reshaped(tensor: Tensor) -> dict[str, Tensor]:
+    """A tensor with one dim larger, with more and with fewer dims, and with none."""
+    found = {"more": torch.stack([tensor, tensor]), "fewer": tensor[0], "none": tensor.flatten()[0]}
+    for dim in range(tensor.dim()):
+        found[f"dim {dim}"] = torch.cat((tensor, tensor.narrow(dim, 0, 1)), dim)
+    return found
+
+
+@pytest.mark.parametrize(("operation", "name"), TENSORS)
+def test_a_tensor_of_another_shape(operation: str, name: str) -> None:
+    """The error names a tensor, its shape and what was expected, and the changed one; see also test_shapes.py."""
+    call, valid = EVERY_CALL[operation]
+    for change, tensor in reshaped(valid()[name]).items():
+        if change in FREE.get((operation, name), ()):
+            call(**valid() | {name: tensor})
+        else:
+            words = rf"^(?=.*\b{name} (of shape|is) )\w+ of shape .*: expected "
+            refused(operation, ValueError, words, **{name: tensor})
+
+
 W_UP = rf"as w_up is \[N, K\] = \[{N}, {K}\]"
-W_DOWN = rf"as w_down is \[O, N\] = \[{O}, {N}\]"
-X = rf"as x is \[\*B, M, K\] = \[2, {M}, {K}\]"
-
-
-@pytest.mark.parametrize(
-    ("name", "shape", "words"),
-    [
-        ("x", (), r"expected \[\*B, M, K\], at least one dimension"),
-        ("w_up", (N,), rf"expected \[N, K\], two dimensions, with K = {K}, {X}$"),
-        ("w_up", (1, N, K), rf"expected \[N, K\], two dimensions, with K = {K}, {X}$"),
-        ("w_down", (N, O), rf"expected \[O, N\] with N = {N}, {W_UP} \({LAYOUT}\)$"),
-        ("w_down", (O, N + 1), rf"expected \[O, N\] with N = {N}, {W_UP}$"),
-        ("w_down", (N,), rf"expected \[O, N\], two dimensions, with N = {N}, {W_UP}$"),
-        ("w_down", (1, O, N), rf"expected \[O, N\], two dimensions, with N = {N}, {W_UP}$"),
-        ("b_up", (N + 1,), rf"expected \[N\] = \[{N}\], {W_UP}$"),
-        ("b_up", (1,), rf"expected \[N\] = \[{N}\]"),
-        ("b_up", (1, N), rf"expected \[N\] = \[{N}\]"),
-        ("b_up", (), rf"expected \[N\] = \[{N}\]"),
-        ("b_down", (N,), rf"expected \[O\] = \[{O}\], {W_DOWN}$"),
-        ("b_down", (M, O), rf"expected \[O\] = \[{O}\]"),
-        ("w_gate", (K, N), rf"expected \[N, K\] = \[{N}, {K}\], {W_UP} \({LAYOUT}\)$"),
-        ("w_gate", (N + 1, K), rf"expected \[N, K\] = \[{N}, {K}\], {W_UP}$"),
-        ("b_gate", (O,), rf"expected \[N\] = \[{N}\], {W_UP}$"),
-        ("residual", (2, M, K), rf"expected \[\*B, M, O\] = \[2, {M}, {O}\], {X} and {W_DOWN.removeprefix('as ')}$"),
-        ("residual", (O,), rf"expected \[\*B, M, O\] = \[2, {M}, {O}\]"),
-        ("residual", (2 * M, O), rf"expected \[\*B, M, O\] = \[2, {M}, {O}\]"),
-    ],
-)
-def test_shapes_of_the_ffn(name: str, shape: tuple[int, ...], words: str) -> None:
-    tensor = torch.randn(shape)
-    refused("ffn", ValueError, f"^{said(name, tensor)}: {words}", **{name: tensor})
 
 
 def test_an_input_of_another_width_than_the_weights() -> None:
@@ -187,16 +223,6 @@ def test_the_seed_of_the_ffn(seed: object, error: type[Exception], words: str) -
     ("changes", "words"),
     [
         ({"a": (K,)}, r"^a of shape \[6\] .*: expected \[\*B, M, K\], at least two dimensions"),
-        ({"b": (K,)}, r"^b of shape \[6\] .*: expected \[\*B, K, N\], at least two dimensions"),
-        ({"c": ()}, r"^c of shape \[\] .*: expected \[\*B, N, O\], at least two dimensions"),
-        (
-            {"b": (3, N, K)},
-            rf"^b of shape \[3, {N}, {K}\] .*: expected .* K = {K}, as a is .* = \[3, {M}, {K}\] \({LAYOUT}\)$",
-        ),
-        (
-            {"c": (3, O, N)},
-            rf"^c of shape \[3, {O}, {N}\] .*: expected .* N = {N}, as b is .* = \[3, {K}, {N}\] \({LAYOUT}\)$",
-        ),
         ({"a": (2, M, K)}, r"leading dimensions \*B that broadcast, got \[2\], \[3\], \[3\]"),
         (
             {"c": (2, 2, N, O)},
@@ -231,126 +257,6 @@ def test_a_probability_that_is_no_number(p: object) -> None:
 def test_recompute(recompute: object) -> None:
     words = re.escape(f'recompute must be "auto", True, False or an int of bytes above 1, got {recompute!r}')
     refused("ffn", ValueError, words, recompute=recompute)
-
-
-SWITCHES = [
-    ("FUSEDLAYERS_BACKEND", "cuda", "FUSEDLAYERS_BACKEND is 'cuda'; expected one of auto, triton, torch"),
-    ("FUSEDLAYERS_BACKEND", "Triton", "FUSEDLAYERS_BACKEND is 'Triton'; expected one of auto, triton, torch"),
-    ("FUSEDLAYERS_STRICT", "yes", "FUSEDLAYERS_STRICT is 'yes'; expected 0 or 1"),
-]
-
-
-@pytest.mark.parametrize(("switch", "value", "words"), SWITCHES)
-@pytest.mark.parametrize("operation", CALLS)
-def test_switches(operation: str, switch: str, value: str, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(switch, value)
-    refused(operation, ValueError, f"^{re.escape(words)}$")
-
-
-@pytest.mark.parametrize("operation", CALLS)
-def test_an_empty_switch_is_none(operation: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    function, valid = CALLS[operation]
-    arguments = valid()
-    expected = function(**arguments)
-    for switch in switches.SWITCHES:
-        monkeypatch.setenv(switch, "")
-    assert (switches.backend(), switches.strict(), switches.workspace_limit()) == ("auto", False, 0)
-    assert torch.equal(function(**arguments), expected)
-
-
-@pytest.mark.parametrize("value", ["64 MiB", "0", "-1", "inf", "nan"])
-def test_the_workspace(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a loss head alone."""
-    monkeypatch.setenv("FUSEDLAYERS_WORKSPACE_MIB", value)
-    words = f"FUSEDLAYERS_WORKSPACE_MIB is {value!r}; expected a positive number of MiB"
-    with pytest.raises(ValueError, match=f"^{re.escape(words)}$"):
-        functional.linear_cross_entropy(torch.randn(2, 3), torch.randn(5, 3), torch.tensor([1, 2]))
-
-
-class Tagged(Tensor):
-    """A subclass, as sharded and quantised tensors are."""
-
-
-def float64(tensor: Tensor) -> Tensor:
-    return tensor.double()
-
-
-def on_meta(tensor: Tensor) -> Tensor:
-    return tensor.to("meta")
-
-
-CANNOT_RUN = [
-    pytest.param(float64, "the kernels take float16, bfloat16, float32, not float64", id="float64"),
-    pytest.param(on_meta, "the kernels need a CUDA or ROCm GPU, and the tensors are on device type meta", id="meta"),
-]
-FORCED = [
-    pytest.param({"FUSEDLAYERS_BACKEND": "triton"}, "FUSEDLAYERS_BACKEND=triton is set", id="forced"),
-    pytest.param({"FUSEDLAYERS_STRICT": "1"}, "FUSEDLAYERS_STRICT=1 is set", id="strict"),
-]
-
-
-@pytest.mark.interpreter
-@pytest.mark.parametrize(("switches", "switch"), FORCED)
-@pytest.mark.parametrize(("change", "reason"), CANNOT_RUN)
-@pytest.mark.parametrize("operation", CALLS)
-def test_triton_forced_where_it_cannot_run(
-    operation: str,
-    change: Callable[[Tensor], Tensor],
-    reason: str,
-    switches: dict[str, str],
-    switch: str,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    for name, value in switches.items():
-        monkeypatch.setenv(name, value)
-    arguments = {name: change(tensor) for name, tensor in CALLS[operation][1]().items()}
-    words = re.escape(f"{switch}, but {operation} cannot run in Triton: {reason}")
-    refused(operation, RuntimeError, f"^{words}", **arguments)
-    monkeypatch.setenv("FUSEDLAYERS_BACKEND", "torch")
-    assert CALLS[operation][0](**arguments).shape[-1] == O
-
-
-@pytest.mark.interpreter
-@pytest.mark.parametrize(("switches", "switch"), FORCED)
-def test_triton_forced_on_what_does_not_fit(
-    switches: dict[str, str], switch: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name, value in switches.items():
-        monkeypatch.setenv(name, value)
-    wide = {"a": torch.ones(1, 2, 2000), "b": torch.ones(1, 2000, N), "c": torch.ones(1, N, O)}
-    words = rf"^{switch}, but gemm_gemm .*: width 2000 \(padded 2048\) of float32 does not fit on chip"
-    refused("gemm_gemm", RuntimeError, words, **wide)
-    wide = {"x": torch.ones(2, 2000), "w_up": torch.ones(N, 2000), "w_down": torch.ones(O, N)}
-    # The epilogue path runs at any width, and its kernels compute the chunks, too.
-    for recompute, dropout_p in itertools.product((False, True), (0.0, 0.5)):
-        assert functional.ffn(**wide, recompute=recompute, dropout_p=dropout_p).shape == (2, O)
-    tagged = {name: tensor.as_subclass(Tagged) for name, tensor in valid_gemm_gemm().items()}
-    refused("gemm_gemm", RuntimeError, rf"^{switch}, but .*: an operand is a Tagged", **tagged)
-
-
-def test_no_triton_without_a_device_or_the_interpreter(run_python: Callable[..., object]) -> None:
-    """A user's CPU process: forced, the call fails; not forced, it runs through torch, as recompute=True does."""
-    run_python(
-        """
-import os, torch
-from fusedlayers.functional import ffn
-x, up, down = torch.ones(2, 3), torch.ones(4, 3), torch.ones(3, 4)
-assert ffn(x, up, down).shape == ffn(x, up, down, recompute=True).shape == (2, 3)
-for switch, value in (("FUSEDLAYERS_BACKEND", "triton"), ("FUSEDLAYERS_STRICT", "1")):
-    os.environ[switch] = value
-    for recompute in ("auto", True):
-        try:
-            ffn(x, up, down, recompute=recompute)
-        except RuntimeError as error:
-            assert str(error).startswith(f"{switch}={value} is set, but ffn cannot run in Triton: the kernels"), error
-        else:
-            raise AssertionError("a silent fallback")
-    assert ffn(x[:0], up, down).shape == (0, 3), "nothing to compute is no reason to fail"
-    del os.environ[switch]
-""",
-        TRITON_INTERPRET="0",
-        CUDA_VISIBLE_DEVICES="",
-    )
 
 
 @pytest.mark.parametrize("path", PATHS)

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from importlib import import_module
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -23,11 +22,9 @@ from fusedlayers.functional.recalling import call_key
 from fusedlayers.planning import Device
 from fusedlayers.planning.record import Record, Row
 from tests.support.operands import forget_calls
-from tests.support.records import where
+from tests.support.records import A100, CPU, where
 
 H200 = Device("cuda", "NVIDIA H200", "sm_90", sms=132, triton=True)
-A100 = Device("cuda", "NVIDIA A100", "sm_80", sms=108, triton=True)
-CPU = Device("cpu", "cpu")
 LOGGER = "fusedlayers"
 
 
@@ -145,16 +142,6 @@ def test_auto_takes_faster_kernels(reached: list[str], pretend: Callable[[Device
         functional.ffn(x, w_up, w_down)
         functional.ffn(x[:4], w_up, w_down)
     assert reached == ["kernels", "torch"]
-
-
-def test_the_switches_are_read_at_every_call(
-    reached: list[str], pretend: Callable[[Device], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pretend(A100)
-    for backend in ("torch", "triton", "auto", "triton"):
-        monkeypatch.setenv("FUSEDLAYERS_BACKEND", backend)
-        ffn()
-    assert reached == ["torch", "kernels", "torch", "kernels"]
 
 
 def test_strict_minds_what_cannot_run_and_not_what_is_slower(
@@ -323,46 +310,6 @@ def test_a_capture_takes_what_the_plan_for_graphs_says(monkeypatch: pytest.Monke
     device = torch.device("meta")
     assert dispatch.dispatch(problem, device).path == "torch"
     assert dispatch.dispatch(replace(problem, captured=True), device).path == "fused"
-
-
-def test_a_recognised_call_is_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    checked = mock.create_autospec(type(FFN).check, side_effect=type(FFN).check)
-    monkeypatch.setattr(type(FFN), "check", checked)
-    x, w_up, w_down = torch.ones(5, 16), torch.ones(24, 16), torch.ones(16, 24)
-    for _ in range(3):
-        functional.ffn(x, w_up, w_down)
-    assert checked.call_count == 1
-    changes: list[Callable[[], object]] = [
-        lambda: functional.ffn(torch.ones(6, 16), w_up, w_down),
-        lambda: functional.ffn(x, w_up, w_down, activation="relu"),
-        lambda: functional.ffn(x, w_up, w_down, dropout_p=0.5),
-        lambda: functional.ffn(x, w_up, w_down, recompute=True),
-        lambda: functional.ffn(x, w_up, w_down, residual=x),
-        lambda: functional.ffn(x.double(), w_up.double(), w_down.double()),
-        lambda: functional.ffn(x.requires_grad_(), w_up, w_down),
-    ]
-    for number, change in enumerate(changes, start=2):
-        for _ in range(2):
-            change()
-        assert checked.call_count == number
-    with torch.autocast("cpu", torch.bfloat16):
-        assert functional.ffn(torch.ones(5, 16), w_up, w_down).dtype == torch.bfloat16
-    assert functional.ffn(torch.ones(5, 16), w_up, w_down).dtype == torch.float32
-
-
-def test_what_equals_a_right_call_is_not_taken_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    x, w_up, w_down = torch.ones(5, 16), torch.ones(24, 16), torch.ones(16, 24)
-    functional.ffn(x, w_up, w_down, dropout_p=0.0, recompute=True)
-    with pytest.raises(TypeError, match="dropout_p must be a number"):
-        functional.ffn(x, w_up, w_down, dropout_p=False, recompute=True)
-    with pytest.raises(ValueError, match="recompute must be"):
-        functional.ffn(x, w_up, w_down, dropout_p=0.0, recompute=1)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="expected the dtype of x"):
-        functional.ffn(x, w_up.double(), w_down, dropout_p=0.0, recompute=True)
-    a, b, c = torch.ones(2, 5, 4), torch.ones(2, 4, 6), torch.ones(2, 6, 3)
-    functional.gemm_gemm(a, b, c)
-    with pytest.raises(ValueError, match="expected"):
-        functional.gemm_gemm(a, b, torch.ones(2, 7, 3))
 
 
 def test_some_calls_are_never_recalled() -> None:

@@ -60,9 +60,6 @@ ROLES = ("w_up", "w_gate", "w_down", "b_up", "b_gate")
 
 def operands_of(inputs: Tensors, activation: str) -> Operands:
     x, up, down = (inputs[name] for name in ("x", "w_up", "w_down"))
-    assert x is not None
-    assert up is not None
-    assert down is not None
     gate = inputs["w_gate"]
     return Operands(
         x[None], up[None], down[None], inputs["b_up"], None if gate is None else gate[None], inputs["b_gate"], None,

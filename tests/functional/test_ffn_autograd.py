@@ -22,7 +22,6 @@ from tests.support.operands import (
     ON_GPU,
     PATHS,
     assert_equal,
-    assert_ffn_close,
     ffn_inputs,
     in_float64,
     leaves,
@@ -77,15 +76,6 @@ def test_every_subset_of_frozen_inputs(path: str, frozen_count: int, launched: l
             assert_equal(ours, everything | {f"d{name}": None for name in frozen})
             needed = [name for name in inputs if name not in {*frozen, "b_down", "residual"}]
             assert sorted(launched) == (sorted(needed) if path == "kernels" else [])
-
-
-@pytest.mark.parametrize("path", [*PATHS, EPILOGUE])
-def test_each_gradient_alone_is_right(path: str) -> None:
-    inputs = ffn_inputs(19, 7, 21, 5, gated=True, residual=True)
-    for name in inputs:
-        frozen = tuple(other for other in inputs if other != name)
-        with on_path(path) as options:
-            assert_ffn_close(functional.ffn, inputs, options=options, frozen=frozen, activation="gelu")
 
 
 def saved(call: Callable[[], object]) -> list[Tensor]:

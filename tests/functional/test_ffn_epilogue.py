@@ -145,8 +145,6 @@ def test_the_hidden_in_exact_integers(tiles: EpilogueTiles, dtype: torch.dtype, 
     """More tiles below one another than a group has, ragged last ones on all axes; kept or not, the same hidden."""
     inputs = ffn_inputs(170, 37, 70, 6, dtype, gated=gated, draw=INTEGERS[dtype])
     x, w_up, b_up, w_gate, b_gate = (inputs[name] for name in ("x", "w_up", "b_up", "w_gate", "b_gate"))
-    assert x is not None
-    assert w_up is not None
     truth = in_float64(inputs)
     z = truth["x"] @ truth["w_up"].T + truth["b_up"]
     z_gate = truth["x"] @ truth["w_gate"].T + truth["b_gate"] if gated else None
@@ -327,19 +325,3 @@ def test_what_the_path_cannot_do_it_is_not_asked_for(
             functional.ffn(**inputs, recompute=True, dropout_p=dropout_p).sum().backward()
         assert counted == {"ffn chunked": 1}
         assert len(launched) == launches, "forward and backward, of two chunks each; db_down"
-
-
-@pytest.mark.parametrize("backend", ["auto", "torch"])
-def test_others_do_not_come_here_unasked(backend: str, launched: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the interpreter stands in for was never measured."""
-    if ON_GPU:
-        pytest.skip("a GPU of the measured kind would take it")
-    monkeypatch.setenv("FUSEDLAYERS_BACKEND", backend)
-    functional.ffn(**ffn_inputs(*WIDE))
-    assert not launched
-
-
-def test_a_narrow_layer_stays_with_the_fused_kernels(launched: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FUSEDLAYERS_BACKEND", "triton")
-    functional.ffn(**ffn_inputs(20, 128, 40, 128))
-    assert not launched

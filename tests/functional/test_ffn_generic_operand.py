@@ -19,7 +19,6 @@ def named(changes: dict[str, Callable[[Tensor], Tensor]], gated: bool = True, wi
     tensors: Tensors = ffn_inputs(16, width, HIDDEN, width, torch.bfloat16, gated=gated)
     for name, change in changes.items():
         original = tensors[name]
-        assert original is not None
         tensors[name] = change(original)
         assert torch.equal(tensors[name], original)
     return generic_operand(**{name: each for name, each in tensors.items() if name not in ("b_down", "residual")})  # type: ignore[arg-type]
@@ -80,7 +79,6 @@ def test_rows_of_transposed_weights_are_aligned_too() -> None:
 def test_what_is_no_dense_matrix_is_for_the_checks(role: str) -> None:
     tensors = ffn_inputs(16, WIDTH, HIDDEN, WIDTH, torch.bfloat16, gated=True)
     original = tensors[role]
-    assert original is not None
     names = (*MATRICES, "b_up", "b_gate")
     rows = original.reshape(-1, original.shape[-1])
     for other in (original.to_sparse(), rows.to_sparse_csr(), original.flatten()[0], rows[None].mT):

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from fusedlayers import FusedFFN, functional
+from fusedlayers import FusedFFN
 from fusedlayers.planning import Problem
 from tests.support.compiled_cases import CALLS, ffn, given, outcome
-from tests.support.operands import DEVICE, assert_equal, needs_kernels, on_path
+from tests.support.operands import DEVICE, needs_kernels, on_path
 
 ROWS = 5
 
@@ -79,30 +78,3 @@ def test_a_module_counts_as_its_layers() -> None:
     with FlopCounterMode(display=False) as counter:
         module(torch.randn(ROWS, 16, device=DEVICE))
     assert counter.get_flop_counts()["FusedFFN.up_proj"] == {torch.ops.aten.addmm: 2 * ROWS * 16 * 24}
-
-
-@needs_kernels
-def test_counted_calls_give_what_others_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FUSEDLAYERS_BACKEND", "triton")
-    for name in ("ffn", "gated ffn", "logsumexp"):
-        function, arguments = CALLS[name](ROWS)
-        with FlopCounterMode(display=False):
-            ours = outcome(function, arguments)
-        assert_equal(ours, outcome(function, arguments))
-
-
-@needs_kernels
-@pytest.mark.parametrize("backend", ["triton", "torch"])
-def test_second_derivatives_of_counted_calls(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FUSEDLAYERS_BACKEND", backend)
-    a, b, c = (torch.randn(2, 4, 4, device=DEVICE, requires_grad=True) for _ in range(3))
-
-    def second() -> tuple[Tensor, ...]:
-        e = functional.gemm_gemm(a, b, c, activation="tanh")
-        [da] = torch.autograd.grad(e.square().sum(), a, create_graph=True)
-        return torch.autograd.grad(da.square().sum(), (a, b, c))
-
-    with FlopCounterMode(display=False):
-        ours = second()
-    for one, other in zip(ours, second(), strict=True):
-        assert torch.equal(one, other)

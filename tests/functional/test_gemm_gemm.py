@@ -70,7 +70,6 @@ def assert_close_to_torch(operands: Tensors, activation: str | None, frozen: tup
     theirs = results(reference.gemm_gemm, operands, dy, frozen, activation=activation)
     truth = results(reference.gemm_gemm, in_float64(operands), dy.double(), frozen, activation=activation)
     b = operands["b"]
-    assert b is not None
     assert_all_close(ours, theirs, truth, independent=max(1, dy.shape[:-1].numel() * b.shape[-1]))
 
 
@@ -97,9 +96,6 @@ def test_exact_integers_for_any_number_of_splits(tiles: TileConfig, dtype: torch
     dy = gradient_for(operands, draw)
     truth = results(reference.gemm_gemm, in_float64(operands), dy.double(), activation="relu")
     a, b, c = operands.values()
-    assert a is not None
-    assert b is not None
-    assert c is not None
     kernel_operands = Operands(a, b.mT, c.mT, None, None, None, None, Arithmetic("relu", 0.0, "ieee", "exact"))
     for transposed in (False, True):
         found = kernels.weight_gradients(

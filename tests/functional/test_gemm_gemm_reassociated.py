@@ -121,7 +121,6 @@ def test_only_the_products_of_wanted_gradients_run(frozen: str, backward: int) -
         y.backward(dy)
     assert counter.count == 2 + backward
     for name, tensor in given.items():
-        assert tensor is not None
         assert (tensor.grad is None) == (name in frozen)
         if tensor.grad is not None:
             assert_equal({name: tensor.grad}, {name: everything[f"d{name}"]})
@@ -154,13 +153,10 @@ def test_what_is_not_finite_reaches_the_same_elements(role: str, value: float) -
     operands = inputs(**SIZES)
     dy = gradient_for(operands)
     tensor = dy if role == "dy" else operands[role]
-    assert tensor is not None
     tensor[-1, -1, -2] = value
     ours, truth = results(reassociated, operands, dy), results(reference.gemm_gemm, operands, dy)
     for name, tensor in ours.items():
         other = truth[name]
-        assert tensor is not None
-        assert other is not None
         assert torch.equal(tensor.isfinite(), other.isfinite()), name
         if math.isnan(value):
             assert torch.equal(tensor.isnan(), other.isnan()), name
@@ -171,9 +167,6 @@ def test_float16_keeps_the_order_whose_products_fit() -> None:
     """Elements of b c are beyond 65,504, those of a b are not."""
     operands = inputs(**SIZES, dtype=torch.float16, draw=torch.ones)
     a, b, c = operands.values()
-    assert a is not None
-    assert b is not None
-    assert c is not None
     given = {"a": a / 2**10, "b": b * 2**5, "c": c * 2**5}
     assert reference.gemm_gemm_reassociated(**given).isinf().any()
     dy = gradient_for(given) / 2**10

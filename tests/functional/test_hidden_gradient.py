@@ -18,7 +18,6 @@ from tests.support.operands import (
     DEVICE,
     DTYPES,
     INTEGERS,
-    PATHS,
     Tensors,
     assert_equal,
     in_float64,
@@ -26,7 +25,6 @@ from tests.support.operands import (
     needs_kernels,
 )
 
-KERNELS_AND_TORCH = [PATHS[0], PATHS[2]]
 NAMES = ("dz", "dz_gate", "db_up", "db_gate")
 Call = Callable[..., "tuple[Tensor | None, ...]"]
 
@@ -70,9 +68,6 @@ def test_exact_integers_for_any_number_of_row_tiles(
     """Ragged last tiles on all axes, and a last program with fewer tiles than the others."""
     tensors = inputs(70, 37, 21, dtype, gated=gated, draw=INTEGERS[dtype])
     dy, w_down, z, z_gate = tensors.values()
-    assert dy is not None
-    assert w_down is not None
-    assert z is not None
     truth = in_float64(tensors)
     expected = found(reference.hidden_gradient, truth, activation="relu")
     expected["hidden"] = reference.hidden(truth["z"], truth["z_gate"], activation="relu")
@@ -103,17 +98,7 @@ def test_it_is_the_gradient_of_the_hidden(activation: str, gated: bool) -> None:
 
 
 BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
-    ({"dy": None}, TypeError, "dy must be a torch.Tensor, got None"),
-    ({"w_down": None}, TypeError, "w_down must be a torch.Tensor, got None"),
-    ({"z": 3.0}, TypeError, "z must be a torch.Tensor, got float"),
-    ({"z": torch.ones(4, 5, dtype=torch.int32)}, TypeError, "z of .*int32.*floating-point"),
-    ({"z_gate": torch.ones(4, 5, dtype=torch.float64)}, TypeError, "z_gate of .*float64.*: expected the dtype of dy"),
-    ({"w_down": torch.ones(3, 5, device="meta")}, ValueError, "w_down of .*meta: expected the device of dy"),
-    ({"dy": torch.ones(())}, ValueError, r"dy of shape \[\].*: expected \[\*B, M, O\], at least one dimension"),
     ({"w_down": torch.ones(5, 3)}, ValueError, r"dy of shape \[4, 3\].*O = 5, as w_down is .*, unless w_down is"),
-    ({"w_down": torch.ones(2, 5)}, ValueError, r"dy of shape \[4, 3\].*: expected \[\*B, M, O\] with O = 2"),
-    ({"z": torch.ones(4, 6)}, ValueError, r"z of shape \[4, 6\].*: expected \[\*B, M, N\] = \[4, 5\]"),
-    ({"z_gate": torch.ones(5)}, ValueError, r"z_gate of shape \[5\].*: expected \[\*B, M, N\] = \[4, 5\]"),
     ({"bias": torch.ones(5)}, TypeError, "bias must be True or False, got Tensor"),
     ({"activation": "swoosh"}, ValueError, "activation 'swoosh' is not known"),
     ({"activation": 3}, TypeError, "activation must be a name"),

@@ -13,6 +13,8 @@ from torch import Tensor, nn
 import fusedlayers as fl
 from fusedlayers import functional
 from fusedlayers.replacing import LinearRule
+from tests.support.compiled_cases import given
+from tests.support.contract_cases import CONTRACT, made
 from tests.support.ffn_blocks import mlp
 from tests.support.operands import DEVICE, needs_kernels
 
@@ -31,53 +33,30 @@ def lengths(limit: int, count: int) -> Callable[[], Tensor]:
 
 PRODUCT = normal(2, 9, 7), normal(2, 7, 5)
 FFN = normal(2, 9, 7), normal(12, 7), normal(7, 12)
+TARGET = lambda: torch.randint(5, (2, 9), device=DEVICE)  # noqa: E731
 
 Call = tuple[Callable[..., Any], tuple[Callable[[], Tensor], ...]]
+# What beside the calls of every operation has other data: seeds, masks, lengths, classes.
 CALLS: dict[str, Call] = {
-    "ffn": (functional.ffn, FFN),
     "ffn, one row": (lambda x, up, down: functional.ffn(x, up, down, activation="relu"), (normal(7), *FFN[1:])),
-    "gated ffn": (
-        lambda x, up, down, b, gate, residual: functional.ffn(
-            x, up, down, b, w_gate=gate, activation="silu", recompute=True, residual=residual
-        ),
-        (*FFN, normal(12), normal(12, 7), normal(2, 9, 7)),
-    ),
     "ffn, dropout": (
         lambda x, up, down, seed: functional.ffn(x, up, down, dropout_p=0.5, dropout_seed=seed),
         (*FFN, lambda: torch.randint(2**40, (1,), device=DEVICE)),
     ),
-    "lora_ffn": (
+    "lora_ffn, dropout": (
         lambda x, up, down, a, b, seed: functional.lora_ffn(
             x, up, down, up_a=a, up_b=b, up_scale=2.0, adapter_dropout_p=0.5, dropout_seed=seed
         ),
         (*FFN, normal(3, 7), normal(12, 3), lambda: torch.randint(2**40, (1,), device=DEVICE)),
     ),
-    "gemm_gemm": (lambda a, b, c: functional.gemm_gemm(a, b, c, activation="gelu"), (*PRODUCT, normal(2, 5, 4))),
-    "gemm_gemm, broadcast": (functional.gemm_gemm, (normal(2, 9, 7), normal(7, 5), normal(5, 4))),
-    "maxsim": (functional.maxsim, (normal(3, 4, 7), normal(5, 6, 7))),
     "maxsim, masks": (functional.maxsim, (normal(3, 4, 7), normal(5, 6, 7), mask(3, 4), mask(5, 6))),
-    "weight_gradient": (functional.weight_gradient, (normal(2, 9, 7), normal(2, 9, 5))),
-    "hidden_gradient": (
-        lambda dy, down, z: functional.hidden_gradient(dy, down, z, activation="gelu")[::2],
-        (normal(9, 7), normal(7, 12), normal(9, 12)),
-    ),
-    "hidden_gradient, gated": (
-        lambda dy, down, z, gate: functional.hidden_gradient(dy, down, z, gate, activation="silu"),
-        (normal(9, 7), normal(7, 12), normal(9, 12), normal(9, 12)),
-    ),
-    "linear": (functional.linear, (normal(2, 9, 7), normal(5, 7), normal(5))),
-    "linear, split": (lambda x, w: functional.linear(x, w, activation="relu", split_k=2), (normal(9, 7), normal(5, 7))),
-    "linear_cross_entropy": (
-        lambda x, w, b, target: functional.linear_cross_entropy(x, w, target, linear_bias=b, label_smoothing=0.1),
-        (normal(2, 9, 7), normal(5, 7), normal(5), lambda: torch.randint(5, (2, 9), device=DEVICE)),
-    ),
-    "losses of tokens": (
+    "linear_cross_entropy, classes": (
         lambda x, w, target: functional.linear_cross_entropy(x, w, target, reduction="none", z_loss=0.1),
-        (normal(2, 9, 7), normal(5, 7), lambda: torch.randint(5, (2, 9), device=DEVICE)),
+        (normal(2, 9, 7), normal(5, 7), TARGET),
     ),
-    "linear_log_probs": (
+    "linear_log_probs, classes": (
         lambda x, w, target: functional.linear_log_probs(x, w, target, return_entropy=True, softcap=5.0),
-        (normal(2, 9, 7), normal(5, 7), lambda: torch.randint(5, (2, 9), device=DEVICE)),
+        (normal(2, 9, 7), normal(5, 7), TARGET),
     ),
     "SplitKLinear": (fl.SplitKLinear(7, 5, device=DEVICE), (normal(2, 9, 7),)),
     "MaxSim": (fl.MaxSim(), (normal(3, 4, 7), normal(5, 6, 7))),
@@ -89,10 +68,18 @@ for _op in ("sum", "mean", "max", "min", "absmax", "sumsq", "logsumexp", "argmax
         lambda a, b, taking, rows, op=_op: functional.gemm_reduce(a, b, op=op, mask=taking, lengths=rows),
         (*PRODUCT, mask(2, 9), lengths(9, 2)),
     )
-CALLS["gemm_reduce, all results"] = (
-    lambda a, b: functional.gemm_reduce(a, b, op="max", dim=-1, return_indices=True, return_product=True),
-    PRODUCT,
-)
+
+
+def contract_call(name: str) -> Call:
+    """A call of the contract tests as a function of those of its tensors that have gradients."""
+    call = made(name, dropout_p=0.0, adapter_dropout_p=0.0)
+
+    def function(*leaves: Tensor) -> Any:
+        arguments = call.arguments | dict(zip(call.names, leaves, strict=True))
+        found = given(call.function(**arguments))
+        return found[0] if len(found) == 1 else tuple(found)
+
+    return function, tuple(normal(*leaf.shape) for leaf in call.leaves)
 
 
 @pytest.fixture(autouse=True)
@@ -113,9 +100,9 @@ def drawn(makers: tuple[Callable[[], Tensor], ...], seed: int) -> tuple[Tensor, 
 @pytest.mark.sampled
 @needs_kernels
 @pytest.mark.parametrize("backend", ["auto", "triton"])
-@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("name", [*CALLS, *CONTRACT])
 def test_a_traced_call_is_right_for_other_data(name: str, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    function, makers = CALLS[name]
+    function, makers = CALLS.get(name) or contract_call(name)
     monkeypatch.setenv("FUSEDLAYERS_BACKEND", "torch")
     others = drawn(makers, 2)
     expected = function(*others)

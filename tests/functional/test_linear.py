@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -20,7 +19,6 @@ from tests.support.operands import (
     Tensors,
     assert_equal,
     in_float64,
-    infinities,
     needs_kernels,
     on_path,
     results,
@@ -48,8 +46,6 @@ def inputs(
 
 def upstream(tensors: Tensors, draw: Callable[..., Tensor] = torch.randn) -> Tensor:
     x, weight = tensors["x"], tensors["weight"]
-    assert x is not None
-    assert weight is not None
     return draw(*x.shape[:-1], weight.shape[0], dtype=torch.float64).to(x.device, x.dtype)
 
 
@@ -86,33 +82,6 @@ def test_exact_integers_for_any_number_of_splits(rows: int, split_k: int | str, 
 
 @pytest.mark.sampled(together=2)
 @needs_kernels
-@infinities
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("role", ["x", "weight", "bias", "dy"])
-@pytest.mark.parametrize("rows", [1, 20])
-def test_special_values_spread_as_in_torch(rows: int, role: str, value: float) -> None:
-    tensors = inputs(rows, 21, 134)
-    dy = upstream(tensors)
-    changed = dy if role == "dy" else tensors[role]
-    assert changed is not None
-    changed.view(-1)[-2] = value
-    with on_path("kernels"):
-        ours = results(functional.linear, tensors, dy, activation="relu", split_k=3)
-        with torch.no_grad():
-            ours["y without gradients"] = functional.linear(**tensors, activation="relu", split_k=3)
-    truth = results(reference.linear, in_float64(tensors), dy.double(), activation="relu")
-    truth["y without gradients"] = truth["y"]
-    for name, tensor in truth.items():
-        found = ours[name]
-        assert found is not None
-        assert tensor is not None
-        assert torch.equal(found.isnan(), tensor.isnan()), name
-        infinite = found.isinf() | tensor.isinf()
-        assert torch.equal(found[infinite].double(), tensor[infinite]), name
-
-
-@pytest.mark.sampled(together=2)
-@needs_kernels
 @pytest.mark.parametrize("activation", ["gelu", "silu", "tanh", "leaky_relu"])
 @pytest.mark.parametrize("split_k", [1, 3])
 @pytest.mark.parametrize("rows", [1, 18])
@@ -126,28 +95,10 @@ def test_activation_and_bias_are_applied_once(rows: int, split_k: int, activatio
 
 
 BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
-    ({"x": None}, TypeError, "x must be a torch.Tensor, got None"),
-    ({"weight": 3.0}, TypeError, "weight must be a torch.Tensor, got float"),
-    ({"x": torch.ones(4, 6, dtype=torch.int64)}, TypeError, r"x of shape \[4, 6\] and dtype torch.int64 .*floating"),
-    ({"weight": torch.ones(3, 6).double()}, TypeError, "weight of .*float64.*: expected the dtype of x"),
-    ({"bias": torch.ones(3).half()}, TypeError, "bias of .*float16.*: expected the dtype of x"),
-    ({"bias": torch.ones(3, device="meta")}, ValueError, "bias of .*meta: expected the device of x"),
-    ({"x": torch.ones(())}, ValueError, r"x of shape \[\].*: expected \[\*B, M, K\], at least one dimension"),
-    (
-        {"x": torch.ones(4, 5)},
-        ValueError,
-        r"x of shape \[4, 5\].*: .* with K = 6, as weight is \[N, K\] = \[3, 6\]$",
-    ),
     (
         {"weight": torch.ones(6, 3)},
         ValueError,
         r"x of .*: expected .* with K = 3, .*unless weight is meant to be transp",
-    ),
-    ({"weight": torch.ones(6)}, ValueError, r"weight of shape \[6\].*: expected \[N, K\], two dimensions"),
-    (
-        {"bias": torch.ones(1)},
-        ValueError,
-        r"bias of shape \[1\].*: expected \[N\] = \[3\], as weight is .* = \[3, 6\]$",
     ),
     ({"activation": "rely"}, ValueError, "activation 'rely' is not known"),
     ({"split_k": 0}, ValueError, 'split_k must be "auto" or an int from 1 on, got 0'),
@@ -185,12 +136,11 @@ def test_gradients_from_padded_columns(wanted: tuple[bool, bool, bool]) -> None:
     tensors = inputs(7, 19, 40, torch.float64, draw=INTEGERS[torch.float32])
     x, weight = tensors["x"], tensors["weight"]
     dy = upstream(tensors, INTEGERS[torch.float32])
-    assert x is not None
-    assert weight is not None
     found = padded_gradients(x if wanted[1] else None, weight if wanted[0] else None, dy, wanted, 24)
     expected = (dy @ weight, dy.T @ x, dy.sum(0))
     for made, right, want in zip(found, expected, wanted, strict=True):
         assert (made is not None) == want
         if made is not None:
             assert made.is_contiguous()
+            assert made.untyped_storage().nbytes() == made.nbytes, "nothing keeps its padding alive"
             assert torch.equal(made, right)

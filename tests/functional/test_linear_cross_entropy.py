@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 import hypothesis
@@ -18,7 +17,6 @@ from tests.support.loss_operands import (
     CHUNK_ROWS,
     EVERY_KERNEL,
     EVERY_PATH,
-    FLOATING,
     IGNORED,
     KERNELS,
     OPTIONS,
@@ -87,7 +85,6 @@ def test_names_and_meaning_are_those_of_torch(reduction: str, path: str) -> None
     """Every argument of torch's function but its ``options``, which choose how it computes."""
     inputs = loss_inputs((13,), 24, 70, bias=True, weight=True, ignored=0)
     target = inputs["target"]
-    assert target is not None
     target[3:5] = 7
     options = {"reduction": reduction, "ignore_index": 7, "label_smoothing": 0.3}
     with on_path(path):
@@ -110,7 +107,6 @@ def test_edges_of_rows(V: int, reduction: str, path: str) -> None:
     """Vocabularies around the padding, around a block of columns, and of several; targets at both ends."""
     inputs = loss_inputs((11,), 16, V, bias=True)
     target = inputs["target"]
-    assert target is not None
     target[1:3], target[-2:] = 0, V - 1
     # The gradient of a single class is 0, an error of which nothing can be measured by.
     assert_loss_close(inputs, path=path, reduction=reduction, label_smoothing=0.1 if V > 1 else 0.0)
@@ -178,19 +174,8 @@ def test_exact_integers(dtype: torch.dtype, reduction: str, path: str) -> None:
         truth = results(reference.linear_cross_entropy, in_float64(inputs), upstream=[upstream.double()], **options)
         for name in ("dinput", "dlinear_weight"):
             mine, exact = ours[name], truth[name]
-            assert mine is not None
-            assert exact is not None
             assert torch.equal(mine.double(), exact), (seed, name, float((mine.double() - exact).abs().max()))
             assert exact.any()
-
-
-@pytest.mark.sampled(together=2)
-@pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("frozen", [each for n in (1, 2, 3) for each in itertools.combinations(FLOATING, n)], ids=str)
-@pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_frozen_operands(frozen: tuple[str, ...], reduction: str, path: str) -> None:
-    inputs = loss_inputs((17,), 24, 70, bias=True)
-    assert_loss_close(inputs, path=path, frozen=frozen, reduction=reduction)
 
 
 @pytest.mark.sampled(together=2)
@@ -204,7 +189,6 @@ def test_no_token_counts(reduction: str, options: dict[str, Any], dtype: torch.d
     with on_path(path):
         found = results(functional.linear_cross_entropy, inputs, frozen_on(path), reduction=reduction, **options)
     loss, *gradients = found.values()
-    assert loss is not None
     assert loss.isnan().all() if reduction == "mean" else not loss.any()
     assert [each is not None and not each.any() for each in gradients] == [path != "fused"] * 3
 

@@ -38,32 +38,7 @@ pytestmark = [
 X, W, T = torch.zeros(2, 5, 3), torch.zeros(4, 3), torch.zeros(2, 5, dtype=torch.int64)
 BOTH = [
     ({"recompute": "auto"}, TypeError, "recompute must be True or False, got 'auto' (str)"),
-    ({"input": None}, TypeError, "input must be a torch.Tensor, got None"),
-    ({"linear_weight": [1.0]}, TypeError, "linear_weight must be a torch.Tensor, got list"),
-    ({"target": None}, TypeError, "target must be a torch.Tensor, got None"),
-    ({"target": 3}, TypeError, "target must be a torch.Tensor, got int"),
-    ({"input": X.int()}, TypeError, "input of shape [2, 5, 3] and dtype torch.int32 on cpu: expected a real floating"),
-    ({"linear_weight": W.half()}, TypeError, "dtype torch.float16 on cpu: expected the dtype of input"),
-    ({"linear_weight": W.to("meta")}, ValueError, "on meta: expected the device of input, cpu"),
-    ({"input": X[0, 0, 0]}, ValueError, "input of shape [] and dtype torch.float32 on cpu: expected [*B, K]"),
-    (
-        {"linear_weight": W.T},
-        ValueError,
-        "input of shape [2, 5, 3] and dtype torch.float32 on cpu: expected [*B, K] with K",
-    ),
-    ({"linear_weight": W[0]}, ValueError, "linear_weight of shape [3]"),
-    (
-        {"linear_bias": torch.zeros(5)},
-        ValueError,
-        "linear_bias of shape [5] and dtype torch.float32 on cpu: expected [V]",
-    ),
     ({"target": T.int()}, TypeError, "target of shape [2, 5] and dtype torch.int32 on cpu: expected torch.int64"),
-    ({"target": T.to("meta")}, ValueError, "on meta: expected the device of input, cpu"),
-    (
-        {"target": T[0]},
-        ValueError,
-        "target of shape [5] and dtype torch.int64 on cpu: expected [*B] = [2, 5], as",
-    ),
     ({"target": T.to_sparse()}, TypeError, "has the layout torch.sparse_coo: expected torch.strided"),
     ({"ignore_index": 1.0}, TypeError, "ignore_index must be an int or None, got 1.0 (float)"),
     ({"ignore_index": 2**63}, ValueError, "ignore_index must be an int of 64 bits, got 9223372036854775808"),
@@ -195,8 +170,6 @@ def test_a_target_that_is_no_class_shows(target: int, reduction: str, weight: bo
         found = results(functional.linear_cross_entropy, given | {"target": wrong}, frozen, reduction=reduction)
     loss, gradient = found["result 0"], found["dinput"]
     assert (gradient is None) == (path == "fused")
-    assert loss is not None
-    assert right is not None
     if reduction == "mean":
         assert loss.isnan()
     else:
@@ -214,7 +187,6 @@ def test_special_values_of_operands(name: str, path: str) -> None:
     for value in (torch.nan, torch.inf, -torch.inf):
         inputs = loss_inputs((2, 9), 24, 70, bias=True)
         planted = inputs[name]
-        assert planted is not None
         planted.view(-1)[7] = value
         with on_path(path):
             ours = results(functional.linear_cross_entropy, inputs, frozen_on(path), reduction="none")
@@ -237,7 +209,6 @@ def test_no_tokens(tokens: tuple[int, ...], reduction: str, path: str) -> None:
         found = results(functional.linear_cross_entropy, inputs, reduction=reduction)
     expected = {"mean": torch.tensor(torch.nan), "sum": torch.tensor(0.0), "none": torch.zeros(tokens)}[reduction]
     loss, gradient = found["result 0"], found["dlinear_weight"]
-    assert gradient is not None
     assert not gradient.any()
     torch.testing.assert_close(loss, expected.to(DEVICE), equal_nan=True)
 
@@ -307,18 +278,3 @@ def test_compiled(name: str, options: dict[str, Any]) -> None:
                 ours = results(compiled, inputs)
             assert set(paths) <= {f"{name} fused"}
             torch.testing.assert_close(ours, results(function, inputs, **options))
-
-
-@pytest.mark.bits
-@pytest.mark.parametrize("path", KERNELS)
-@pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_gradients_of_some_operands_alone_are_asked_for(reduction: str, path: str) -> None:
-    inputs = loss_inputs((17,), 24, 70, bias=True)
-    names = ("input", "linear_weight", "linear_bias")
-    leaves = {name: inputs[name].requires_grad_() for name in names}  # type: ignore[union-attr]
-    with on_path(path):
-        loss = functional.linear_cross_entropy(**leaves, target=inputs["target"], reduction=reduction).sum()  # type: ignore[arg-type]
-        everything = torch.autograd.grad(loss, list(leaves.values()), retain_graph=True)
-        for leaf, expected in zip(leaves.values(), everything, strict=True):
-            (alone,) = torch.autograd.grad(loss, leaf, retain_graph=True)
-            assert torch.equal(alone, expected)

@@ -46,7 +46,6 @@ def test_edges_of_tiles(V: int, tokens: int) -> None:
     """Targets in the first and in the last column of tiles, and in a last tile of one column."""
     inputs = loss_inputs((tokens,), 16, V, bias=True, ignored=0)
     target = inputs["target"]
-    assert target is not None
     edges = [edge for edge in (0, 63, 64, 127, 128, V - 1) if edge < V]
     target[: len(edges)] = torch.tensor(edges, device=DEVICE)[:tokens]
     assert_close(inputs, reduction="none", label_smoothing=0.1)

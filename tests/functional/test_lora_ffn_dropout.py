@@ -113,18 +113,6 @@ def test_dtypes_and_leading_dims(dtype: torch.dtype, monkeypatch: pytest.MonkeyP
     assert_close_to_torch(tensors, activation="gelu_tanh", adapter_dropout_p=0.1, dropout_seed=draw_seed(DEVICE))
 
 
-@needs_kernels
-@pytest.mark.parametrize(
-    "wanted",
-    [(), ("x",), ADAPTERS, ("down_b",), ("down_a",), ("down_a", "w_down"), ("up_a",), ("gate_b", "b_up"), ("w_up",)],
-    ids=str,
-)
-def test_only_what_is_wanted_has_a_gradient(wanted: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FUSEDLAYERS_BACKEND", "triton")
-    options = {"adapter_dropout_p": 0.5, "dropout_seed": draw_seed(DEVICE)}
-    assert_close_to_torch(inputs(wanted=wanted), activation="silu", **SCALES, **options)
-
-
 def test_gradients_by_finite_differences() -> None:
     tensors = inputs((2, 3, 2), dtype=torch.float64, leading=(3,), sizes=(4, 5, 3))
     seed = draw_seed(DEVICE)

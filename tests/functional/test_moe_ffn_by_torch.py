@@ -96,7 +96,6 @@ def test_transforms_of_experts_and_their_routing(dtype: torch.dtype) -> None:
         return {"gradients": found, "slope": slope}
 
     w_up = tensors["w_up"]
-    assert w_up is not None
     exact = [each.double() if each.is_floating_point() else each for each in (w_up, *routed)]
     assert_all_close(
         outcome(functional.moe_ffn, w_up, *routed), outcome(reference.moe_ffn, w_up, *routed),

