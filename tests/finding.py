@@ -3,7 +3,7 @@
 ``make test-kernel NAME=gemm_epilogue`` runs them; ``python -m tests.finding gemm_epilogue`` prints their files, and
 with ``--gpu`` those that need a GPU. They are
 
-- the files named after NAME, such as ``test_ffn_layouts.py`` after ``ffn``, and ``test_numbers.py`` where it is there,
+- the files named after NAME, such as ``test_ffn_chunked.py`` after ``ffn``, and ``test_numbers.py`` where it is there,
 - for a file or folder of ``kernels/`` also the files that import it, and those named after an operation that imports it
   or a kernel built on it,
 - for what none of these are of, such as ``linear_log_probs``, the files that mention it.

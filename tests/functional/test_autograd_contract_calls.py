@@ -33,7 +33,7 @@ from tests.support.contract_cases import (
     upstream,
 )
 from tests.support.ffn_blocks import mlp
-from tests.support.operands import DEVICE, forget_calls, infinities, needs_kernels
+from tests.support.operands import DEVICE, forget_calls, infinities, needs_kernels, on_path
 
 pytestmark = infinities
 # A mean is one number.
@@ -226,6 +226,22 @@ def test_what_is_saved_may_lie_otherwise_when_it_is_read(name: str, way: str, ba
         swapped = torch.autograd.grad(results, call.leaves, upstream(results))
     for found in (packed, on_cpu, swapped):
         assert_near(named(call, found), named(call, plain))
+
+
+@pytest.mark.parametrize("change", ["dtype", "shape"])
+def test_what_comes_back_is_what_was_saved(change: str) -> None:
+    """The launches of a backward pass are those of the call before, and read tensors of the same kind."""
+
+    def change_it(tensor: Tensor) -> Tensor:
+        return tensor.half() if change == "dtype" else tensor[:-1]
+
+    queries, documents = torch.randn(2, 5, 8, requires_grad=True), torch.randn(3, 4, 8, requires_grad=True)
+    with on_path("kernels"):
+        functional.maxsim(queries, documents).sum().backward()
+        with torch.autograd.graph.saved_tensors_hooks(change_it, lambda tensor: tensor):
+            scores = functional.maxsim(queries, documents)
+        with pytest.raises(RuntimeError, match=r"maxsim saved torch.float32 \[2, 5, 8\] .* and got .* back"):
+            scores.sum().backward()
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

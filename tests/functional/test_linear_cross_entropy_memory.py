@@ -18,11 +18,12 @@ from tests.support.loss_operands import (
     CHUNK_ROWS,
     COLUMNS,
     FLOATING,
+    REDUCTIONS,
     loss_inputs,
     on_path,
     results,
 )
-from tests.support.operands import ON_GPU, needs_kernels
+from tests.support.operands import DTYPES, ON_GPU, needs_kernels
 
 
 @pytest.mark.sampled
@@ -133,3 +134,21 @@ def test_nothing_is_saved_that_is_not_needed() -> None:
     operands = {tensor.data_ptr() for tensor in inputs.values() if tensor is not None}
     saved = [t for t in loss.grad_fn.saved_tensors if t is not None and t.data_ptr() not in operands]  # type: ignore[union-attr]
     assert [tensor.shape for tensor in saved] == [(17, 24)]
+
+
+@pytest.mark.sampled(together=2)
+@needs_kernels
+@pytest.mark.parametrize("path", ["chunked", "recomputed"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+@pytest.mark.parametrize("V", [3, 64, 65, 70, 72, 129])
+@pytest.mark.parametrize("rows", [CHUNK_ROWS, 40])
+def test_vocabularies_that_are_padded(rows: int, V: int, reduction: str, dtype: torch.dtype, path: str) -> None:
+    """Products read copies of the weight that have more rows; in one chunk of tokens and in several."""
+    inputs = loss_inputs((29,), 16, V, dtype, bias=True)
+    with on_path(path, rows):
+        found = results(functional.linear_cross_entropy, inputs, reduction=reduction)
+    for name, tensor in found.items():
+        assert tensor is not None
+        assert tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size(), name
+        assert tensor.is_contiguous(), name

@@ -202,6 +202,20 @@ def test_every_subset_of_frozen_operands(path: str, monkeypatch: pytest.MonkeyPa
             assert launched == (expected if path == "kernels" else [])
 
 
+@pytest.mark.parametrize("path", WAYS)
+@pytest.mark.parametrize("width", [1, 2])
+def test_autocast_at_widths_where_torchs_own_product_is_none(width: int, path: str) -> None:
+    queries = torch.randn(2, 3, width, device=DEVICE, requires_grad=True)
+    documents = torch.randn(4, 5, width, device=DEVICE)
+    lengths = torch.tensor([0, 8, 20], device=DEVICE)
+    with on_path(path), torch.autocast(DEVICE.type, torch.float16):
+        scores = functional.maxsim(queries, documents)
+        packed = functional.maxsim(queries, documents.flatten(0, 1), cu_seqlens_documents=lengths)
+    assert scores.dtype == packed.dtype == torch.float16
+    [gradient] = torch.autograd.grad(scores.sum(), queries)
+    assert gradient.dtype == torch.float32
+
+
 def test_the_module_is_the_function() -> None:
     module = fl.MaxSim()
     q, e = torch.randn(2, 3, 4), torch.randn(5, 6, 4)

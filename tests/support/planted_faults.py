@@ -123,12 +123,12 @@ FAULTS: tuple[Fault, ...] = (
     _fault(
         "kept pre-activations replaced after a product of torch", _HIDDEN,
         "if keep or width > columns else z", "if width > columns else z",
-        "functional/test_ffn_layouts rows_for_products_begin_with_a_sector",
+        "functional/test_ffn_epilogue rows_for_products_begin_with_a_sector",
     ),
     _fault(
         "pre-activations of torch read as rows of whole sectors", _GENERIC_HIDDEN,
         "z = load_tile(z_ptr, rows, cols, N, 1, M, N)", "z = load_tile(z_ptr, rows, cols, width, 1, M, N)",
-        "functional/test_ffn_layouts rows_for_products_begin_with_a_sector",
+        "functional/test_ffn_epilogue rows_for_products_begin_with_a_sector",
     ),
     # Which gradient is whose.
     _fault(

@@ -32,7 +32,7 @@ CALLS: tuple[Fault, ...] = (
     _fault(
         "kind of what was saved not looked at", _AUTOGRAD,
         "if found[:2] != kept[:2] if found and kept else found is not kept:", "if found is None:",
-        "functional/test_saved_tensor_hooks what_comes_back",
+        "functional/test_autograd_contract_calls what_comes_back",
     ),
     _fault(
         "attributes of a class not watched", "fusedlayers/modules/children.py",
