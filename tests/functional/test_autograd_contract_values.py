@@ -20,7 +20,7 @@ from tests.support.contract_cases import (
     named,
     upstream,
 )
-from tests.support.operands import DEVICE, infinities
+from tests.support.operands import DEVICE, forget_calls, infinities, needs_kernels
 
 pytestmark = infinities
 of_every_operation = pytest.mark.parametrize("name", DIFFERENTIABLE)
@@ -202,3 +202,33 @@ def tied(call: Made) -> Found:
 def test_one_tensor_in_several_places(name: str, backend: str) -> None:
     """As tied weights are: its gradient is the sum of those of all places."""
     assert_as_torch(name, backend, "eager", tied)
+
+
+# With many rows sums are split, and the parts added up by a launch of their own.
+SPLIT = ("ffn", "gated ffn", "gemm_gemm", "sum", "logsumexp", "maxsim", "weight_gradient", "linear", "split linear")
+
+
+@pytest.mark.bits
+@needs_kernels
+@pytest.mark.parametrize(("name", "rows"), [*((name, 3) for name in DIFFERENTIABLE), *((name, 40) for name in SPLIT)])
+def test_a_repeated_call_reads_its_own_tensors(name: str, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first call prepares its launches; later ones have other numbers elsewhere, and ask for other gradients."""
+    monkeypatch.setattr("tests.support.contract_cases.ROWS", rows)
+
+    def run(turn: int) -> list[Tensor]:
+        call = made(name)
+        torch.manual_seed(turn)
+        leaves = [torch.randn_like(leaf).requires_grad_() for leaf in call.leaves]
+        results = call(*leaves)
+        given = upstream(results, seed=turn)
+        if turn == 1:
+            given = [dy[..., :1].expand(dy.shape) if dy.dim() else dy for dy in given]
+        asked = {2: leaves[:1], 3: leaves[-1:]}.get(turn, leaves)
+        return [*results, *torch.autograd.grad(results, asked, given)]
+
+    with switched({"FUSEDLAYERS_BACKEND": "triton"}):
+        forget_calls()
+        repeated = [run(turn) for turn in range(5)]
+        for turn, found in enumerate(repeated):
+            forget_calls()
+            assert all(map(torch.equal, found, run(turn))), turn

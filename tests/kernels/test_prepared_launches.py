@@ -1,4 +1,4 @@
-"""Launches that are prepared once: with other data at other addresses they give what unprepared ones give."""
+"""Launches that are prepared once are told what unprepared ones are; their numbers are in the autograd contract."""
 
 from __future__ import annotations
 
@@ -10,138 +10,18 @@ import torch
 from torch import Tensor
 
 from fusedlayers import planning
-from fusedlayers.kernels import gemm_epilogue, gemm_gemm, hopper, launching
-from fusedlayers.kernels.column_sums import column_sums
+from fusedlayers.kernels import gemm_epilogue, gemm_gemm, gemm_reduce, hopper, launching, maxsim
 from fusedlayers.kernels.device import HAS_TRITON
-from fusedlayers.kernels.dropout import Dropout
 from fusedlayers.kernels.gemm_gemm import Arithmetic, Operands, WeightGradients
-from fusedlayers.kernels.split_k import product
+from fusedlayers.kernels.gemm_reduce import ReduceArithmetic, ReduceOperands
+from fusedlayers.kernels.maxsim import MaxSimOperands
 from fusedlayers.kernels.tuning import (
     COLUMN_SUM_TILES,
-    ColumnSumTiles,
-    EpilogueTiles,
-    SplitTiles,
-    TileConfig,
 )
-from fusedlayers.kernels.tuning.grouped_gemm import GroupedTiles
-from fusedlayers.kernels.weight_gradient import weight_gradient
-from tests.support.operands import needs_kernels
-from tests.support.prepared_launches import HOPPER, Watched, assert_same, assert_told_the_same, drawn
+from tests.support.prepared_launches import HOPPER, Watched, assert_told_the_same, drawn
 from tests.support.stand_in_launchers import Launcher, stand_in_driver
 
 GATED = pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
-M, K, N = 40, 16, 24
-
-
-def ffn_operands(gated: bool, ready: dict[Any, Any] | None, seed: int | None = None) -> Operands:
-    return Operands(
-        drawn(M, K), drawn(N, K), drawn(K, N), drawn(N), drawn(N, K) if gated else None, drawn(N) if gated else None,
-        None if seed is None else torch.tensor([seed]),
-        Arithmetic("silu", 0.0 if seed is None else 0.5, "ieee", "exact"), ready,
-    )  # fmt: skip
-
-
-def without_ready(operands: Operands) -> Operands:
-    names = ("x", "up", "down", "up_bias", "gate", "gate_bias", "seed", "arithmetic")
-    return Operands(*[getattr(operands, name) for name in names])
-
-
-@pytest.mark.bits
-@pytest.mark.sampled(together=2)
-@needs_kernels
-@GATED
-@pytest.mark.parametrize("splits", [1, 3])
-@pytest.mark.parametrize("passes", [1, 3])
-def test_the_narrow_ffn(gated: bool, splits: int, passes: int) -> None:
-    """Forward and backward, three times with one dict: wanted gradients and the layout of dy may change meanwhile."""
-    ready: dict[Any, Any] = {}
-    tiles = TileConfig(16, 16, 4, 1, passes)
-    everything = WeightGradients(True, gated, True, True, gated)
-    for turn, wanted in enumerate((everything, everything, WeightGradients(down=True), everything)):
-        operands = ffn_operands(gated, ready, seed=turn)
-        dy = drawn(M, K) if turn < 2 else drawn(1, K).expand(M, K)
-        down_bias, residual = drawn(K), drawn(M, K)
-
-        ours, theirs = (
-            (
-                gemm_gemm.forward(given, down_bias, residual, tiles),
-                gemm_gemm.data_gradient(given, dy, tiles, column_sums=True),
-                gemm_gemm.weight_gradients(given, dy, wanted, splits, tiles),
-            )
-            for given in (operands, without_ready(operands))
-        )
-        assert_same(ours, theirs)
-    assert not any(isinstance(each, Tensor) for each in ready.values())
-
-
-SILU = Arithmetic("silu", 0.0, "ieee", "exact")
-
-
-@pytest.mark.bits
-@needs_kernels
-@GATED
-def test_the_wide_ffn(gated: bool) -> None:
-    ready: dict[Any, Any] = {}
-    tiles = EpilogueTiles(16, 16, 16, 4, 1)
-    for turn in range(4):
-        x, w_up, b_up, w_down = drawn(M, K), drawn(N, K), drawn(N), drawn(K, N)
-        w_gate, b_gate = (drawn(N, K), drawn(N)) if gated else (None, None)
-        dropout = Dropout(torch.tensor([turn]), 0.5)
-        keep = turn != 1
-        dy = drawn(M, K) if turn != 2 else drawn(K, M).T
-
-        found = []
-        for given in (ready, None):
-            h, z, z_gate = gemm_epilogue.hidden(
-                x, w_up, b_up, w_gate, b_gate, keep, SILU, tiles, dropout=dropout, ready=given
-            )
-            gradients = None
-            if z is not None:
-                gradients = gemm_epilogue.hidden_gradient(
-                    dy, w_down, z, z_gate, turn != 3, 2, SILU, tiles, keep_hidden=turn != 3,
-                    for_products=True, dropout=dropout, column_sums=ColumnSumTiles(16, 16, 5), ready=given,
-                )  # fmt: skip
-            found.append((h, z, z_gate, gradients))
-        assert_same(*found)
-
-
-@pytest.mark.bits
-@needs_kernels
-def test_column_sums() -> None:
-    ready: dict[Any, Any] = {}
-    for dy in (drawn(50, 20), drawn(50, 20), drawn(20, 50).T, drawn(50, 20)):
-        assert_same(column_sums(dy, COLUMN_SUM_TILES, ready), column_sums(dy, COLUMN_SUM_TILES))
-
-
-@pytest.mark.bits
-@needs_kernels
-@pytest.mark.parametrize("splits", [1, 3])
-def test_the_gradients_of_a_linear_layer(splits: int) -> None:
-    ready: dict[Any, Any] = {}
-    tiles = GroupedTiles(16, 16, 16, 4, 1)
-    for turn in range(4):
-        x, dy = drawn(100, K), drawn(100, N) if turn != 1 else drawn(1, N).expand(100, N)
-        ours, theirs = (
-            weight_gradient(dy, x, turn != 2, splits, "ieee", tiles, ready=given) for given in (ready, None)
-        )
-        assert_same(ours, theirs)
-
-
-@pytest.mark.bits
-@needs_kernels
-@pytest.mark.parametrize(("splits", "atomic"), [(1, False), (3, False), (3, True)])
-@pytest.mark.parametrize("rows", [1, 5])
-def test_split_products(rows: int, splits: int, atomic: bool) -> None:
-    ready: dict[Any, Any] = {}
-    tiles = SplitTiles(1 if rows == 1 else 16, 16, 16, 4, 1)
-    for turn in range(4):
-        left = drawn(rows, 64) if turn != 1 else drawn(64, rows).T
-        right, bias = drawn(N, 64), drawn(N)
-        ours, theirs = (
-            product(left, right, bias, splits, tiles, activation="silu", atomic=atomic, ready=given)
-            for given in (ready, None)
-        )
-        assert_same(ours, theirs)
 
 
 def planned(width: int, gated: bool) -> planning.Plan:
@@ -216,3 +96,48 @@ def test_encodings_are_bounded_and_keep_no_tensor(monkeypatch: pytest.MonkeyPatc
     assert len(encoded) == 10
     assert watched.compiled == 1
     assert not any(isinstance(each, Tensor) for encoding in encodings.values() for each in encoding)
+
+
+def late_interaction(ready: dict[Any, Any] | None, tensors: tuple[Tensor, ...]) -> None:
+    queries, documents, upstream, _ = tensors
+    problem = planning.MaxSimProblem(
+        queries=4, documents=50, query_tokens=4 * 32, document_tokens=50 * 200, K=128,
+        query_layout="padded", document_layout="padded", dtype="bfloat16", needs_query_gradient=True,
+        needs_document_gradient=True,
+    )  # fmt: skip
+    plan = planning.plan(problem, HOPPER, "triton")
+    assert plan.forward_tiles.sm90 is not None
+    operands = MaxSimOperands(queries, documents, 32, None, None, None, None, "ieee", ready)
+    _, chosen = maxsim.forward(operands, indices=True, splits=plan.splits, chunk=plan.chunk, tiles=plan.forward_tiles)
+    assert chosen is not None
+    maxsim.query_gradient(operands, chosen, upstream, plan.query_gradient_splits, plan.query_gradient_tiles)
+    maxsim.document_gradient(
+        operands, chosen, upstream, plan.document_gradient_splits, plan.chunk, plan.document_gradient_tiles
+    )
+
+
+def logsumexp(ready: dict[Any, Any] | None, tensors: tuple[Tensor, ...]) -> None:
+    queries, documents, *_, upstream = tensors
+    kept = queries[:100].expand(50, -1, -1)
+    problem = planning.ReduceProblem(
+        batch=50, kept=100, reduced=200, K=128, op="logsumexp", dtype="bfloat16",
+        needs_kept_gradient=True, needs_reduced_gradient=True,
+    )  # fmt: skip
+    plan = planning.plan(problem, HOPPER, "triton")
+    assert plan.forward_tiles.sm90 is not None
+    arithmetic = ReduceArithmetic("logsumexp", "identity", "ieee", plan.accuracy)
+    operands = ReduceOperands(kept, documents, None, None, None, None, None, arithmetic, ready)
+    result, _ = gemm_reduce.reduce(operands, indices=False, out_dtype=torch.float32, splits=2, tiles=plan.forward_tiles)
+    wanted: Any = {"matrix": True, "bias": False, "tiles": plan.gradient_tiles}
+    gemm_reduce.kept_gradient(operands, upstream, result, **wanted)
+    gemm_reduce.reduced_gradient(operands, upstream, result, **wanted)
+
+
+@pytest.mark.skipif(not hopper.HAS_GLUON, reason="this Triton has no Gluon")
+@pytest.mark.parametrize("run", [late_interaction, logsumexp])
+def test_sm90_reductions_are_told_the_same(
+    run: Callable[[dict[Any, Any] | None, tuple[Tensor, ...]], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shapes = ((128, 128), (50, 200, 128), (4, 50))
+    tensors = (*[drawn(*shape, dtype=torch.bfloat16) for shape in shapes], drawn(50, 100))
+    assert_told_the_same(lambda ready: run(ready, tensors), False, monkeypatch)

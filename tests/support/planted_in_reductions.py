@@ -41,7 +41,7 @@ REDUCTIONS: tuple[Fault, ...] = (
     _fault(
         "one prepared launch for the gradients of both sides", "kernels/gemm_reduce/backward.py",
         '("weighted", of_kept, matrix, bias)', '("weighted", matrix, bias)',
-        "kernels/test_prepared_reductions reductions",
+        "functional/test_gemm_reduce operations",
     ),
     _fault(
         "tokens of the next query counted", "kernels/maxsim/forward.py",

@@ -20,20 +20,6 @@ def drawn(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.randn(shape).to(dtype)
 
 
-def tensors_of(results: Any) -> list[Tensor | None]:
-    if isinstance(results, Tensor) or results is None:
-        return [results]
-    return [tensor for result in results for tensor in tensors_of(result)]
-
-
-def assert_same(ours: Any, theirs: Any) -> None:
-    for one, other in zip(tensors_of(ours), tensors_of(theirs), strict=True):
-        assert (one is None) == (other is None)
-        if one is not None and other is not None:
-            assert one.shape == other.shape
-            assert torch.equal(one, other)
-
-
 class Watched:
     """Stands in for compiling: every kernel becomes one of this launcher."""
 
