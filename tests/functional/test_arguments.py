@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fusedlayers import functional
 from fusedlayers.functional.operation import OPERATIONS
-from tests.support.contract_cases import CONTRACT
+from tests.support.contract_cases import made
 from tests.support.operands import PATHS, Allocations, ffn_inputs, on_path
 
 CPU = torch.device("cpu")
@@ -37,12 +37,9 @@ def valid_maxsim() -> dict[str, Any]:
 
 def valid_call(operation: str) -> dict[str, Any]:
     """The arguments of a call of the contract tests, in the order of the function."""
-    arguments = CONTRACT[{"gemm_reduce": "sum"}.get(operation, operation)](M)[1]
-    given = {
-        name: arguments[name]
-        for name in inspect.signature(getattr(functional, operation)).parameters
-        if name in arguments
-    }
+    arguments = made({"gemm_reduce": "sum"}.get(operation, operation), adapter_dropout_p=0.0).arguments
+    names = [name for name in inspect.signature(getattr(functional, operation)).parameters if name in arguments]
+    given = {name: arguments[name] for name in names}
     return {name: each.detach() if isinstance(each, Tensor) else each for name, each in given.items()}
 
 

@@ -14,8 +14,8 @@ from fusedlayers.kernels import gemm_epilogue as kernels
 from fusedlayers.kernels.activations import ACTIVATIONS
 from fusedlayers.kernels.matmul.arithmetic import Arithmetic
 from fusedlayers.kernels.tuning import ColumnSumTiles, EpilogueTiles
+from tests.support.number_cases import NUMBERS
 from tests.support.operands import (
-    DEVICE,
     DTYPES,
     INTEGERS,
     Tensors,
@@ -29,25 +29,10 @@ NAMES = ("dz", "dz_gate", "db_up", "db_gate")
 Call = Callable[..., "tuple[Tensor | None, ...]"]
 
 
-def inputs(
-    leading: tuple[int, ...] | int,
-    N: int,
-    O: int,
-    dtype: torch.dtype = torch.float32,
-    *,
-    gated: bool = False,
-    draw: Callable[..., Tensor] = torch.randn,
-) -> dict[str, Tensor | None]:
-    """dy, z and z_gate ~ N(0, 1), w_down / √O, or integers."""
-    leading = (leading,) if isinstance(leading, int) else leading
-    shapes = {"dy": (*leading, O), "w_down": (O, N), "z": (*leading, N), "z_gate": (*leading, N)}
-    scale = max(O, 1) ** 0.5 if draw is torch.randn else 1
-    return {
-        name: None
-        if name == "z_gate" and not gated
-        else (draw(*shape, dtype=torch.float64) / (scale if name == "w_down" else 1)).to(DEVICE, dtype)
-        for name, shape in shapes.items()
-    }
+def drawn(gated: bool, *how: Any, **sizes: int) -> dict[str, Tensor | None]:
+    """dy, w_down, z and z_gate, which is None without a gate."""
+    tensors = NUMBERS["gated hidden_gradient"].inputs(*how, **sizes)
+    return tensors | {"z_gate": tensors["z_gate"] if gated else None}
 
 
 def found(call: Call, tensors: Tensors, **options: Any) -> dict[str, Tensor | None]:
@@ -66,7 +51,7 @@ def test_exact_integers_for_any_number_of_row_tiles(
     inner: int, gated: bool, dtype: torch.dtype, row_tiles: int
 ) -> None:
     """Ragged last tiles on all axes, and a last program with fewer tiles than the others."""
-    tensors = inputs(70, 37, 21, dtype, gated=gated, draw=INTEGERS[dtype])
+    tensors = drawn(gated, dtype, INTEGERS[dtype], M=70, N=37, O=21)
     dy, w_down, z, z_gate = tensors.values()
     truth = in_float64(tensors)
     expected = found(reference.hidden_gradient, truth, activation="relu")
@@ -86,7 +71,7 @@ def test_exact_integers_for_any_number_of_row_tiles(
 @pytest.mark.parametrize("activation", list(ACTIVATIONS))
 def test_it_is_the_gradient_of_the_hidden(activation: str, gated: bool) -> None:
     """What autograd gives for the feed-forward block itself."""
-    tensors = in_float64(inputs(9, 7, 5, gated=gated))
+    tensors = in_float64(drawn(gated, M=9, N=7, O=5))
     dy, w_down, z, z_gate = leaves(tensors).values()
     act = ACTIVATIONS[activation].torch
     hidden = act(z) if z_gate is None else act(z_gate) * z

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import threading
 from collections.abc import Callable, Iterator
@@ -20,6 +21,7 @@ from fusedlayers.functional import call, dispatch, operation, recalling, switche
 from fusedlayers.functional.dispatch import decisions
 from fusedlayers.functional.ffn import FFN
 from fusedlayers.functional.recalling import call_key, like_call
+from tests.functional.test_arguments import EVERY_CALL
 from tests.support.operands import forget_calls
 
 H200 = planning.Device("cuda", "NVIDIA H200", "sm_90", sms=132, triton=True)
@@ -54,22 +56,7 @@ def checked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 X, WEIGHT, BIAS = torch.randn(5, 8), torch.randn(6, 8), torch.randn(6)
-TARGET = torch.arange(5)
-A, B, C = torch.randn(2, 5, 4), torch.randn(2, 4, 6), torch.randn(2, 6, 3)
-CALLS: dict[str, Callable[[], Any]] = {
-    "ffn": lambda: functional.ffn(X, WEIGHT, WEIGHT.T, BIAS),
-    "gemm_gemm": lambda: functional.gemm_gemm(A, B, C, activation="relu"),
-    "gemm_reduce": lambda: functional.gemm_reduce(A, B, op="max"),
-    "linear": lambda: functional.linear(X, WEIGHT, BIAS),
-    "maxsim": lambda: functional.maxsim(A, B.mT),
-    "weight_gradient": lambda: functional.weight_gradient(X, X),
-    "hidden_gradient": lambda: functional.hidden_gradient(X, WEIGHT.T, torch.ones(5, 6), activation="relu"),
-    "linear_cross_entropy": lambda: functional.linear_cross_entropy(X, WEIGHT, TARGET, label_smoothing=0.5),
-    "lora_ffn": lambda: functional.lora_ffn(
-        X, WEIGHT, WEIGHT.T, BIAS, None, None, None, WEIGHT[:2], WEIGHT.new_ones(6, 2)
-    ),
-    "linear_log_probs": lambda: functional.linear_log_probs(X, WEIGHT, TARGET, return_entropy=True),
-}
+CALLS = {name: functools.partial(function, **valid()) for name, (function, valid) in EVERY_CALL.items()}
 
 
 @pytest.mark.parametrize("name", CALLS)

@@ -194,19 +194,6 @@ def test_neighbours_do_not_know_of_each_other() -> None:
 
 
 @pytest.mark.parametrize("path", [*PATHS, EPILOGUE])
-def test_the_generator_of_torch_rules(path: str) -> None:
-    """The same manual_seed gives the same result; without it a call differs from the one before."""
-    inputs = ffn_inputs(20, 8, 24, 10)
-    with on_path(path) as options:
-        torch.manual_seed(5)
-        first, second = (functional.ffn(**inputs, dropout_p=0.5, **options) for _ in range(2))
-        torch.manual_seed(5)
-        again = functional.ffn(**inputs, dropout_p=0.5, **options)
-    assert torch.equal(first, again)
-    assert not torch.equal(first, second)
-
-
-@pytest.mark.parametrize("path", [*PATHS, EPILOGUE])
 def test_a_given_seed_decides_the_mask(path: str) -> None:
     """The mask of a seed is the same on every path, and nothing is drawn for it."""
     inputs = ffn_inputs(20, 8, 24, 10)
