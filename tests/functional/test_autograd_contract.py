@@ -26,7 +26,7 @@ from tests.support.contract_cases import (
     named,
     upstream,
 )
-from tests.support.operands import DEVICE, infinities, needs_kernels
+from tests.support.operands import DEVICE, infinities, needs_kernels, saved
 
 # What torch says of itself: of forward-mode rules, which are scripted, and of compilation.
 pytestmark = [
@@ -217,21 +217,12 @@ def test_a_backward_pass_that_reads_no_operand(alone: str) -> None:
     x, w_up, w_down = (torch.randn(*shape, device=DEVICE) for shape in ((5, 16), (24, 16), (16, 24)))
     shape = {"b_down": (16,), "residual": (5, 16)}[alone]
     expected: Callable[[Tensor], Tensor] = lambda dy: dy.sum(0) if alone == "b_down" else dy  # noqa: E731
-    saved: list[Tensor] = []
-
-    def keep(tensor: Tensor) -> Tensor:
-        saved.append(tensor)
-        return tensor
-
     for before in (True, False):
         with switched({"FUSEDLAYERS_BACKEND": "triton"}):
             leaf = torch.randn(*shape, device=DEVICE, requires_grad=True)
             with torch.utils.flop_counter.FlopCounterMode(display=False) if before else torch.enable_grad():
-                saved.clear()
-                with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-                    y = functional.ffn(x, w_up, w_down, **{alone: leaf})
-            # A mode would make the call a custom operation, for which torch saves what it likes.
-            assert before or not saved
+                y = functional.ffn(x, w_up, w_down, **{alone: leaf})
+            assert not saved(lambda leaf=leaf: functional.ffn(x, w_up, w_down, **{alone: leaf}))
             dy = torch.randn_like(y)
             with torch.utils.flop_counter.FlopCounterMode(display=False):
                 (gradient,) = torch.autograd.grad(y, leaf, dy)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -28,6 +27,7 @@ from tests.support.operands import (
     like_result,
     on_path,
     results,
+    saved,
 )
 from tests.support.selection import FULL
 
@@ -78,27 +78,12 @@ def test_every_subset_of_frozen_inputs(path: str, frozen_count: int, launched: l
             assert sorted(launched) == (sorted(needed) if path == "kernels" else [])
 
 
-def saved(call: Callable[[], object]) -> list[Tensor]:
-    """The tensors that autograd keeps for the backward pass of a call."""
-    kept: list[Tensor] = []
-
-    def pack(tensor: Tensor) -> Tensor:
-        kept.append(tensor)
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        call()
-    return kept
-
-
 @pytest.mark.parametrize("path", PATHS[:2])
 def test_the_hidden_is_not_saved(path: str) -> None:
     """What is kept is inputs (no new memory) and the seed."""
     inputs = leaves(ffn_inputs(15, 4, 6, 4, gated=True, residual=True))
-    known = {tensor.untyped_storage().data_ptr() for tensor in inputs.values() if tensor is not None}
     with on_path(path) as options:
-        kept = saved(lambda: functional.ffn(**inputs, dropout_p=0.5, **options))
-    new = [tensor for tensor in kept if tensor.untyped_storage().data_ptr() not in known]
+        new = saved(lambda: functional.ffn(**inputs, dropout_p=0.5, **options), *inputs.values())
     assert [(tensor.shape, tensor.dtype) for tensor in new] == [((1,), torch.int64)]
 
 

@@ -24,7 +24,6 @@ from fusedlayers.kernels.dropout import draw_seed
 from fusedlayers.kernels.matmul.arithmetic import Arithmetic
 from fusedlayers.kernels.tuning import EpilogueTiles
 from tests.functional.test_ffn import GATED, exact_case
-from tests.functional.test_ffn_autograd import saved
 from tests.support.operands import (
     DEVICE,
     DTYPES,
@@ -39,6 +38,7 @@ from tests.support.operands import (
     needs_kernels,
     on_path,
     results,
+    saved,
 )
 from tests.support.selection import FULL
 from tests.support.uninitialised import allocate_by

@@ -14,7 +14,7 @@ from fusedlayers import functional, planning, reference
 from fusedlayers.functional import dispatch, operation
 from fusedlayers.functional.recalling import Recalled
 from tests.functional.test_linear import KERNELS_AND_TORCH, inputs, upstream
-from tests.support.operands import INTEGERS, assert_equal, in_float64, leaves, on_path, results
+from tests.support.operands import INTEGERS, assert_equal, in_float64, leaves, on_path, results, saved
 
 NAMES = ("x", "weight", "bias")
 SUBSETS = [frozen for count in range(4) for frozen in itertools.combinations(NAMES, count)]
@@ -31,20 +31,16 @@ def test_frozen_operands(
     tensors = inputs(9, 7, 40, draw=INTEGERS[torch.float32])
     dy = upstream(tensors, INTEGERS[torch.float32])
     wanted = leaves(tensors, frozen)
-    kept: list[tuple[int, ...]] = []
     products: list[str] = []
     for module, name in (("split_k", "product"), ("weight_gradient", "weight_gradient")):
         target = f"fusedlayers.kernels.{module}.{name}"
         run = getattr(__import__(f"fusedlayers.kernels.{module}", fromlist=[name]), name)
         monkeypatch.setattr(target, lambda *a, name=name, run=run, **k: products.append(name) or run(*a, **k))
 
-    def pack(tensor: Tensor) -> Tensor:
-        kept.append(tuple(tensor.shape))
-        return tensor
-
+    found: list[Tensor] = []
     with on_path(path):
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            y = functional.linear(**wanted, activation=activation)
+        kept = saved(lambda: found.append(functional.linear(**wanted, activation=activation)))
+        [y] = found
         forward = len(products)
         if len(frozen) < 3:
             y.backward(dy)
@@ -54,7 +50,7 @@ def test_frozen_operands(
         assert products[forward:] == asked
         shapes = [(9, 40)] * ("weight" not in frozen) + [(7, 40)] * ("x" not in frozen)
         shapes += [(9, 7)] * (activation is not None and len(frozen) < 3)
-        assert sorted(kept) == sorted(shapes)
+        assert sorted(tuple(tensor.shape) for tensor in kept) == sorted(shapes)
     truth = results(reference.linear, in_float64(tensors), dy.double(), activation=activation)
     for name, tensor in wanted.items():
         expected = None if name in frozen else truth[f"d{name}"]

@@ -27,6 +27,7 @@ from tests.support.operands import (
     assert_draws_close,
     infinities,
     needs_kernels,
+    saved,
 )
 from tests.support.records import H200
 
@@ -170,16 +171,8 @@ def test_what_is_kept_for_the_backward_pass() -> None:
     """x, the pre-activations, and the products with A; and not a copy more of anything as large as the hidden."""
     wanted = ("x", *ADAPTERS)
     tensors = inputs((8, 8, 8), wanted=wanted, sizes=(32, 64, 32))
-    kept: dict[int, Tensor] = {}
-
-    def keep(tensor: Tensor) -> Tensor:
-        return kept.setdefault(tensor.data_ptr(), tensor)
-
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        functional.lora_ffn(**tensors, activation="silu")
-    given = {tensor.data_ptr() for tensor in tensors.values()}
-    made = sorted(tuple(tensor.shape) for place, tensor in kept.items() if place not in given)
-    assert made == [(37, 8), (37, 16), (37, 64), (37, 64)]
+    made = saved(lambda: functional.lora_ffn(**tensors, activation="silu"), *tensors.values())
+    assert sorted(tuple(tensor.shape) for tensor in made) == [(37, 8), (37, 16), (37, 64), (37, 64)]
     ranks = {"rank_up": 8, "rank_gate": 8, "rank_down": 8}
     plan = planning.plan(problem(M=37, K=32, N=64, O=32, dtype="float32", **ranks), H200, "triton")
     assert plan.saved_bytes == 4 * 37 * (32 + 8 + 16 + 64 + 64)

@@ -16,7 +16,7 @@ from fusedlayers.functional.ffn import dropping
 from fusedlayers.kernels.dropout import ADAPTER_PLACES, draw_seed, drop, keep_mask
 from tests.functional.test_dropping import generator_state
 from tests.functional.test_lora_ffn import ADAPTERS, H200, SCALES, assert_close_to_torch, inputs, outcome, problem
-from tests.support.operands import DEVICE, DTYPES, infinities, needs_kernels, seed_after
+from tests.support.operands import DEVICE, DTYPES, infinities, needs_kernels, saved, seed_after
 
 BACKENDS = ["torch", pytest.param("triton", marks=needs_kernels)]
 ROWS, COLUMNS = 20, 70
@@ -130,12 +130,8 @@ def test_no_mask_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """The seed beside what is kept without dropout."""
     monkeypatch.setenv("FUSEDLAYERS_BACKEND", "triton")
     tensors = inputs((8, 8, 8), wanted=("x", *ADAPTERS), sizes=(32, 64, 32))
-    kept: dict[int, Tensor] = {}
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.setdefault(t.data_ptr(), t), lambda t: t):
-        functional.lora_ffn(**tensors, activation="silu", adapter_dropout_p=0.5)
-    given = {tensor.data_ptr() for tensor in tensors.values()}
-    made = sorted(tuple(tensor.shape) for place, tensor in kept.items() if place not in given)
-    assert made == [(1,), (37, 8), (37, 16), (37, 64), (37, 64)]
+    made = saved(lambda: functional.lora_ffn(**tensors, activation="silu", adapter_dropout_p=0.5), *tensors.values())
+    assert sorted(tuple(tensor.shape) for tensor in made) == [(1,), (37, 8), (37, 16), (37, 64), (37, 64)]
 
 
 @needs_kernels

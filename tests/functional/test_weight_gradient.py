@@ -16,7 +16,6 @@ from fusedlayers.devices import describe
 from fusedlayers.functional.gradients import WEIGHT_GRADIENT, planned_weight_gradient
 from fusedlayers.kernels import weight_gradient as kernels
 from fusedlayers.kernels.tuning.grouped_gemm import GroupedTiles
-from tests.functional.test_ffn_autograd import saved
 from tests.support.number_cases import NUMBERS
 from tests.support.operands import (
     DEVICE,
@@ -28,6 +27,7 @@ from tests.support.operands import (
     leaves,
     needs_kernels,
     on_path,
+    saved,
 )
 
 Call = Callable[..., "tuple[Tensor, Tensor | None]"]

@@ -12,6 +12,7 @@ from fusedlayers import functional, planning
 from fusedlayers.kernels.activations import ACTIVATIONS
 from fusedlayers.planning import Problem, plan
 from tests.planning.test_paths import A100, CPU, H200, INFERENCE, TRAINING
+from tests.support.operands import saved
 
 
 @pytest.mark.parametrize(
@@ -86,14 +87,10 @@ def test_torch_saves_what_the_plan_says(activation: str, gated: bool, dropout_p:
     weights |= {"w_gate": (hidden, width), "b_gate": (hidden,)} if gated else {}
     tensors = {name: torch.randn(shape, requires_grad=True) for name, shape in weights.items()}
     x = torch.randn(tokens, width, requires_grad=True)
-    kept = {}
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.setdefault(t.data_ptr(), t), lambda t: t):
-        functional.ffn(x, **tensors, activation=activation, dropout_p=dropout_p)
-    for tensor in tensors.values():
-        kept.pop(tensor.data_ptr(), None)
+    kept = saved(lambda: functional.ffn(x, **tensors, activation=activation, dropout_p=dropout_p), *tensors.values())
     problem = Problem("ffn", 1, tokens, width, hidden, width, "float32", activation, gated, dropout_p > 0)
     problem = replace(problem, needs_data_gradient=True, needs_weight_gradient=True)
-    found = sum(tensor.nbytes for tensor in kept.values())
+    found = sum(tensor.nbytes for tensor in kept)
     assert plan(problem, CPU).saved_bytes == found
     # There the mask is drawn again.
     mask = problem.hidden_bytes if dropout_p else 0
@@ -106,8 +103,4 @@ def test_a_budget_is_kept_with_dropout() -> None:
     tokens = 64
     layer = fl.FusedFFN(64, 256, "relu", dropout=0.5, recompute=tokens * 2304)
     x = torch.randn(tokens, 64, requires_grad=True)
-    known = {parameter.data_ptr() for parameter in layer.parameters()}
-    kept = {}
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.setdefault(t.data_ptr(), t), lambda t: t):
-        layer(x)
-    assert sum(tensor.nbytes for place, tensor in kept.items() if place not in known) <= tokens * 2304
+    assert sum(tensor.nbytes for tensor in saved(lambda: layer(x), *layer.parameters())) <= tokens * 2304

@@ -314,6 +314,19 @@ def assert_close_or_again(
     assert_draws_close([compared(0)], again=(compared(draw) for draw in (1,)), computed_in=computed_in)
 
 
+def saved(call: Callable[[], object], *known: Tensor | None) -> list[Tensor]:
+    """The tensors that autograd keeps for the backward pass of a call, but for those at the addresses of ``known``."""
+    kept: dict[int, Tensor] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        return kept.setdefault(tensor.data_ptr(), tensor)
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        call()
+    given = {tensor.data_ptr() for tensor in known if tensor is not None}
+    return [tensor for place, tensor in kept.items() if place not in given]
+
+
 class Allocations(TorchDispatchMode):
     """Records the element count of every tensor that torch operations return while it is entered.
 
