@@ -68,16 +68,19 @@ else:
     SELECTIONS += [("ends", target, "bfloat16") for target in SHARED_LIMITS if target != "sm_90"]
 
 
-def reported(folder: Path, *arguments: str) -> list[dict[str, Any]]:
-    """The reports of a script that prints them, in a process of its own where the interpreter is off."""
-    status, out, errors = compile_server.run(folder, *arguments)
+def reported(folder: Path, script: str, *arguments: str) -> list[dict[str, Any]]:
+    """The reports of a script, a file or its text, that prints them, in a process where the interpreter is off."""
+    if "\n" in script:
+        (folder / "script.py").write_text(script)
+        script = "script.py"
+    status, out, errors = compile_server.run(folder, script, *arguments)
     assert status == 0, f"exit status {status}\n{out[-2000:]}\n{errors}"
     return [json.loads(line) for line in out.splitlines()]
 
 
-def compiled(folder: Path, *arguments: str) -> list[dict[str, Any]]:
+def compiled(folder: Path, script: str, *arguments: str) -> list[dict[str, Any]]:
     """The same, of kernels whose copies overtake no product: what that would compute depends on who is faster."""
-    reports = reported(folder, *arguments)
+    reports = reported(folder, script, *arguments)
     assert [report for report in reports if report.get("overwritten")] == []
     return reports
 
@@ -192,8 +195,7 @@ for tiles in (TileConfig(128, 64, 4, 2), TileConfig(256, 128, 8, 4), TileConfig(
 
 
 def test_the_compilers_complaints_arrive(tmp_path: Path) -> None:
-    (tmp_path / "too_large.py").write_text(TOO_LARGE)
-    few_warps, large, thin = compiled(tmp_path, "too_large.py")
+    few_warps, large, thin = compiled(tmp_path, TOO_LARGE)
     assert few_warps["kernel"] == large["kernel"] == thin["kernel"] == "forward"
     found = "\n".join(faults(few_warps))
     assert "registers spilled" in found
@@ -262,8 +264,7 @@ for which in (
 
 
 def test_the_lint_sees_planted_32_bit_offsets(tmp_path: Path) -> None:
-    (tmp_path / "planted.py").write_text(PLANTED)
-    found = {report["which"]: report["int32_products"] for report in compiled(tmp_path, "planted.py")}
+    found = {report["which"]: report["int32_products"] for report in compiled(tmp_path, PLANTED)}
     assert len(found) == 9
     assert [which for which, products in found.items() if not products] == ["nothing"], found
     # Where the fault is one product, nothing beside it is blamed.
@@ -310,8 +311,7 @@ for summed in (False, True):
 
 def test_the_lint_sees_copies_that_overtake_a_product(tmp_path: Path) -> None:
     """What else reads a product's operand keeps Triton's pipeliner from giving it the buffer that it needs."""
-    (tmp_path / "race.py").write_text(RACE)
-    alone, summed = reported(tmp_path, "race.py")
+    alone, summed = reported(tmp_path, RACE)
     assert alone["wgmma"] == summed["wgmma"] == 4
     assert alone["overwritten"] == []
     assert len(summed["overwritten"]) == 1
@@ -336,8 +336,7 @@ for rows, columns in ((48, 96), (37, 83)):
 
 
 def test_the_kernels_of_dropout(tmp_path: Path) -> None:
-    (tmp_path / "dropout.py").write_text(DROPOUT)
-    reports = compiled(tmp_path, "dropout.py")
+    reports = compiled(tmp_path, DROPOUT)
     assert [report["kernel"] for report in reports] == ["keep", "drop", "drop", "drop"] * 2
     for report in reports:
         assert "error" not in report, report
@@ -361,9 +360,8 @@ for width, sm90 in ((64, False), (64, True), (256, True)):
 
 
 def test_few_variants_for_many_row_counts(tmp_path: Path) -> None:
-    (tmp_path / "variants.py").write_text(VARIANTS)
     rows = defaultdict(lambda: defaultdict(set))
-    for report in compiled(tmp_path, "variants.py"):
+    for report in compiled(tmp_path, VARIANTS):
         rows[report["width"], report["kernel"]][report["hash"]].add(report["rows"])
     storing = {(256, kernel) for kernel in {"sm90_forward", "reduce_partials"} | STORING_KERNELS}
     assert (

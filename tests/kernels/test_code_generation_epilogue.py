@@ -163,8 +163,7 @@ def red(reports: list[dict[str, Any]]) -> list[str]:
 
 def test_sm90_kernels(tmp_path: Path) -> None:
     """No serialised products, rings that fit, and no spills but for the one that is named."""
-    (tmp_path / "sm90.py").write_text(STEP + ON_HOPPER)
-    found = [report for report in compiled(tmp_path, "sm90.py") if report["kernel"] != "reduce_partials"]
+    found = [report for report in compiled(tmp_path, STEP + ON_HOPPER) if report["kernel"] != "reduce_partials"]
     assert not red(found), "\n".join(red(found))
     kinds = {(report["kernel"], report["gated"], report["bias"], report["more"]) for report in found}
     assert kinds == {(kernel, gated, both, both) for kernel in SM90 for gated in (0, 1) for both in (0, 1)}
@@ -179,8 +178,7 @@ def test_sm90_kernels(tmp_path: Path) -> None:
 
 
 def test_generic_kernels(tmp_path: Path) -> None:
-    (tmp_path / "generic.py").write_text(STEP + GENERIC)
-    reports = compiled(tmp_path, "generic.py", *TARGETS)
+    reports = compiled(tmp_path, STEP + GENERIC, *TARGETS)
     found = [report for report in reports if report["kernel"] != "reduce_partials"]
     assert not red(found), "\n".join(red(found))
     kinds = {(report["target"], report["kernel"], report["gated"]) for report in found}
@@ -189,8 +187,7 @@ def test_generic_kernels(tmp_path: Path) -> None:
 
 def test_what_follows_products_of_torch(tmp_path: Path) -> None:
     """Elements and sums alone: no product, and no register spilled."""
-    (tmp_path / "elements.py").write_text(STEP + TORCH_MULTIPLIES)
-    found = [report for report in compiled(tmp_path, "elements.py") if report["kernel"] != "reduce_partials"]
+    found = [report for report in compiled(tmp_path, STEP + TORCH_MULTIPLIES) if report["kernel"] != "reduce_partials"]
     assert not red(found), "\n".join(red(found))
     assert {report["kernel"] for report in found} == set(GENERICS)
     for report in found:
@@ -205,8 +202,7 @@ compile_sums(torch.bfloat16, (8192, 1024, 2048), transposed=True)
 
 
 def test_kernels_that_add_to_a_sum(tmp_path: Path) -> None:
-    (tmp_path / "sums.py").write_text(STEP + SUMS)
-    found = compiled(tmp_path, "sums.py")
+    found = compiled(tmp_path, STEP + SUMS)
     assert not red(found), "\n".join(red(found))
     kinds = {(report["kernel"], report["gated"], report["first"], report["last"]) for report in found}
     steps = ((True, False), (False, False), (False, True))
@@ -244,9 +240,8 @@ for sm90 in (False, True):
 
 
 def test_few_variants_for_many_row_counts(tmp_path: Path) -> None:
-    (tmp_path / "variants.py").write_text(STEP + VARIANTS)
     variants = defaultdict(set)
-    for report in compiled(tmp_path, "variants.py"):
+    for report in compiled(tmp_path, STEP + VARIANTS):
         variants[report["kernel"]].add(report["hash"])
     assert variants.keys() == {*SM90, *GENERICS, "reduce_partials"}
     for kernel, hashes in variants.items():

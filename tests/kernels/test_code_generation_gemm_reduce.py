@@ -63,9 +63,8 @@ for op, dim in (("max", -2), ("logsumexp", -1)):
 
 
 def test_few_variants_for_many_row_counts(tmp_path: Path) -> None:
-    (tmp_path / "variants.py").write_text(VARIANTS)
     rows = defaultdict(lambda: defaultdict(set))
-    for report in compiled(tmp_path, "variants.py"):
+    for report in compiled(tmp_path, VARIANTS):
         key = (report["op"], report["dim"], report["kernel"], report["constants"].get("KEPT"))
         rows[key][report["hash"]].add(report["rows"])
     launched = {key: set().union(*variants.values()) for key, variants in rows.items()}

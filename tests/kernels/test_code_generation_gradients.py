@@ -42,8 +42,7 @@ for dtype, (M, O, K), biased_splits in (
 
 def test_sm90_kernels(tmp_path: Path) -> None:
     """No spills, no serialised products, and rings that fit."""
-    (tmp_path / "pipelines.py").write_text(EVERY_PIPELINE)
-    found = [report for report in compiled(tmp_path, "pipelines.py") if report["kernel"] != "reduce_partials"]
+    found = [report for report in compiled(tmp_path, EVERY_PIPELINE) if report["kernel"] != "reduce_partials"]
     assert len(found) == 2 * 3 * 2
     assert len({(*report["pipeline"], report["bias"], report["splits"]) for report in found}) == 3 * 2 * 2
     assert {report["kernel"] for report in found} == {SM90}
@@ -76,8 +75,7 @@ for target in sys.argv[1:]:
 
 
 def test_the_generic_kernels(tmp_path: Path) -> None:
-    (tmp_path / "generic.py").write_text(GENERIC_ON)
-    found = compiled(tmp_path, "generic.py", *SHARED_LIMITS)
+    found = compiled(tmp_path, GENERIC_ON, *SHARED_LIMITS)
     for kernel in (GENERIC, HIDDEN):
         reports = [report for report in found if report["kernel"] == kernel]
         assert {report["target"] for report in reports} == set(SHARED_LIMITS)
@@ -106,9 +104,8 @@ for sm90 in (False, True):
 
 
 def test_few_variants_for_many_row_counts(tmp_path: Path) -> None:
-    (tmp_path / "variants.py").write_text(VARIANTS)
     variants = defaultdict(set)
-    for report in compiled(tmp_path, "variants.py"):
+    for report in compiled(tmp_path, VARIANTS):
         variants[report["kernel"]].add(report["hash"])
     assert variants.keys() == {GENERIC, SM90, HIDDEN, "reduce_partials"}
     for kernel, hashes in variants.items():

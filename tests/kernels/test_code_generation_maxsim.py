@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 from collections import defaultdict
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -66,14 +65,9 @@ for length in (1, 2, 3, 7, 15, 16, 17, 31, 33, 64, 100, 127, 128, 255, 512, 777,
 """
 
 
-def reports(folder: Path, script: str, *arguments: str) -> list[dict[str, Any]]:
-    (folder / "step.py").write_text(STEP + script)
-    return compiled(folder, "step.py", *arguments)
-
-
 def test_every_layout_on_hopper(tmp_path: Path) -> None:
     """No spills and no serialised products, whatever masks and offsets add."""
-    found = reports(tmp_path, LAYOUTS)
+    found = compiled(tmp_path, STEP + LAYOUTS)
     assert len(found) == 14 * len(KERNELS)
     for report in found:
         assert not faults(report), (report["kernel"], report["sizes"], report["layout"], faults(report))
@@ -83,7 +77,7 @@ def test_every_layout_on_hopper(tmp_path: Path) -> None:
 
 def test_every_other_gpu(tmp_path: Path) -> None:
     targets = [target for target in SHARED_LIMITS if target != "sm_90"]
-    found = reports(tmp_path, TARGETS, *targets)
+    found = compiled(tmp_path, STEP + TARGETS, *targets)
     assert {(report["target"], report["kernel"]) for report in found} == {(t, k) for t in targets for k in KERNELS}
     for report in found:
         assert not faults(report), (report["target"], report["kernel"], report["dtype"], faults(report))
@@ -91,7 +85,7 @@ def test_every_other_gpu(tmp_path: Path) -> None:
 
 def test_few_variants_for_many_lengths(tmp_path: Path) -> None:
     lengths: dict[str, dict[str, set[int]]] = defaultdict(lambda: defaultdict(set))
-    for report in reports(tmp_path, VARIANTS):
+    for report in compiled(tmp_path, STEP + VARIANTS):
         lengths[report["kernel"]][report["hash"]].add(report["sizes"][2])
     assert lengths.keys() == set(KERNELS)
     for kernel, variants in lengths.items():

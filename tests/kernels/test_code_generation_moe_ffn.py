@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 from collections import defaultdict
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -73,17 +72,12 @@ SORTING = {"place", "spread", "combine", "score_gradient"}
 MANY = {"count", "scan"}
 
 
-def reports(folder: Path, script: str, *arguments: str) -> list[dict[str, Any]]:
-    (folder / "step.py").write_text(STEP + script)
-    return compiled(folder, "step.py", *arguments)
-
-
 def test_on_hopper(tmp_path: Path) -> None:
     """The warp-specialised kernels: no spills, and no products that wait for one another.
 
     A limited gate takes more registers than there are in the epilogue of its gradient, and none in the product's loop.
     """
-    found = reports(tmp_path, ON_HOPPER)
+    found = compiled(tmp_path, STEP + ON_HOPPER)
     for report in found:
         if report["limited"] and report["kernel"] == "sm90_epilogue_gradient":
             assert not report["loop_spills"]
@@ -96,7 +90,7 @@ def test_on_hopper(tmp_path: Path) -> None:
 
 def test_generic(tmp_path: Path) -> None:
     targets = tuple(SHARED_LIMITS) if FULL else ("sm_80", "sm_90", "gfx942")
-    found = reports(tmp_path, GENERIC, *targets)
+    found = compiled(tmp_path, STEP + GENERIC, *targets)
     for report in found:
         assert not faults(report), (report["target"], report["kernel"], report["dtype"], faults(report))
     kernels = {(report["target"], report["kernel"]) for report in found}
@@ -109,7 +103,7 @@ def test_generic(tmp_path: Path) -> None:
 @pytest.mark.full
 def test_few_variants_for_many_tokens(tmp_path: Path) -> None:
     variants: dict[str, set[str]] = defaultdict(set)
-    for report in reports(tmp_path, VARIANTS):
+    for report in compiled(tmp_path, STEP + VARIANTS):
         variants[report["kernel"]].add(report["hash"])
     assert set(variants) >= SM90 | SORTING
     for kernel, found in variants.items():

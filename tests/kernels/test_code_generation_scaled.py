@@ -113,8 +113,7 @@ def test_products_of_8_bit_operands(tmp_path: Path) -> None:
 
     A low-rank product has two more for 16 columns of 16 bits.
     """
-    (tmp_path / "scaled.py").write_text(SCALED)
-    found = compiled(tmp_path, "scaled.py")
+    found = compiled(tmp_path, SCALED)
     assert {report["kernel"] for report in found} == {"sm90_hidden", "sm90_epilogue_gradient", "sm90_scaled_product"}
     assert len(found) == 22 + 12
     for report in found:

@@ -38,8 +38,7 @@ for target in sys.argv[1:]:
 
 def test_products_on_every_target(tmp_path: Path) -> None:
     """No spills, no serialised products, matrix instructions where there are any, 64-bit offsets."""
-    (tmp_path / "products.py").write_text(PRODUCTS)
-    found = compiled(tmp_path, "products.py", *SHARED_LIMITS)
+    found = compiled(tmp_path, PRODUCTS, *SHARED_LIMITS)
     assert {report["kernel"] for report in found} == {TILES, ROW, "reduce_partials"}
     for report in found:
         assert not faults(report), (report["target"], report["kernel"], report["tiles"], faults(report))
@@ -70,8 +69,7 @@ for tiles, contiguous in sorted(forward | gradient, key=str):
 
 def test_every_shipped_tile(tmp_path: Path) -> None:
     """For forward products, and for data gradients of few rows, whose right operand lies the other way."""
-    (tmp_path / "rows.py").write_text(EVERY_ROW)
-    found = compiled(tmp_path, "rows.py")
+    found = compiled(tmp_path, EVERY_ROW)
     for report in found:
         assert not faults(report), (report["row"], report["kernel"], faults(report))
         if report["kernel"] == TILES:
@@ -98,9 +96,8 @@ for rows in (1, 2, 3, 7, 15, 16, 17, 31, 33, 64, 100, 127, 128, 255, 512, 777, 1
 
 
 def test_few_variants_of_each_tile_for_many_row_counts(tmp_path: Path) -> None:
-    (tmp_path / "variants.py").write_text(VARIANTS)
     variants = defaultdict(set)
-    for report in compiled(tmp_path, "variants.py"):
+    for report in compiled(tmp_path, VARIANTS):
         variants[report["kernel"], str(report["tiles"])].add(report["hash"])
     assert {kernel for kernel, _ in variants} >= {TILES, ROW}
     for (kernel, tiles), hashes in variants.items():

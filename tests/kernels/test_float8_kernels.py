@@ -195,8 +195,7 @@ for columns in (1024, 4096, 8192, 14336, 28672):
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 def test_compiled_without_spills(tmp_path: Path) -> None:
-    (tmp_path / "quantising.py").write_text(QUANTISING)
-    found = compiled(tmp_path, "quantising.py")
+    found = compiled(tmp_path, QUANTISING)
     assert {report["kernel"] for report in found} == {
         "quantise_rows", "column_maxima", "quantise_transposed", "combine_scales", "transpose",
     }  # fmt: skip

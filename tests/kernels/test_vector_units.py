@@ -62,8 +62,7 @@ for step in (8, 4):
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 def test_whole_vectors_are_loaded_at_once(tmp_path: Path) -> None:
     """Rows that are an odd multiple of 16 bytes long, which the compiler does not know of itself."""
-    (tmp_path / "vectors.py").write_text(PRODUCTS)
-    found = compiled(tmp_path, "vectors.py")
+    found = compiled(tmp_path, PRODUCTS)
     kernels = {"forward", "data_gradient", "weight_gradient", "product", "row_product"}
     for step in (8, 4):
         reports = [report for report in found if report["step"] == step and report["kernel"] in kernels]
