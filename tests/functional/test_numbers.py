@@ -178,7 +178,7 @@ def test_layouts_change_nothing(
     """In exact integers: the layout of operands and of upstream gradients."""
     numbers, lay, draw = NUMBERS[name], LAYOUTS[layout], INTEGERS[dtype]
     sizes = {"N": 24, "K": 8, "O": 12} if whole else {"N": 21, "K": 9, "O": 7}
-    tensors = numbers.inputs(dtype, draw, (2, rows), M=rows, **sizes)
+    tensors = numbers.inputs(dtype, draw, (2, rows) if rows > 1 else (1,), M=rows, **sizes)
     options = {"activation": "relu"} if numbers.activations else {}
     given = upstream(tensors_of(numbers.theirs(**tensors, **{**numbers.options, **options})), draw)
     for group in [[*tensors, "upstream"]] if together else [[name] for name in (*tensors, "upstream")]:

@@ -76,6 +76,17 @@ def test_the_other_operand_of_a_frozen_one_is_not_kept(frozen: str) -> None:
     assert [tensor.shape for tensor in kept] == [wanted[frozen].shape]
 
 
+@pytest.mark.parametrize("path", ["kernels", "torch"])
+def test_the_gradient_of_the_sums_alone(path: str) -> None:
+    wanted = leaves(NUMBERS["weight_gradient"].inputs())
+    with on_path(path):
+        _, db = functional.weight_gradient(**wanted)
+    upstream = torch.randn_like(db)
+    dy, x = torch.autograd.grad(db, list(wanted.values()), upstream, materialize_grads=True)
+    assert torch.equal(dy, upstream.expand(dy.shape))
+    assert not x.any()
+
+
 BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"bias": torch.ones(3)}, TypeError, "bias must be True or False, got Tensor"),
     ({"bias": 1}, TypeError, r"bias must be True or False, got 1 \(int\)"),

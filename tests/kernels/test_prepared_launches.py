@@ -11,13 +11,16 @@ from torch import Tensor
 
 from fusedlayers import planning
 from fusedlayers.kernels import gemm_epilogue, gemm_gemm, gemm_reduce, hopper, launching, maxsim
+from fusedlayers.kernels.column_sums import column_sums
 from fusedlayers.kernels.device import HAS_TRITON
 from fusedlayers.kernels.gemm_gemm import Arithmetic, Operands, WeightGradients
 from fusedlayers.kernels.gemm_reduce import ReduceArithmetic, ReduceOperands
 from fusedlayers.kernels.maxsim import MaxSimOperands
-from fusedlayers.kernels.tuning import (
-    COLUMN_SUM_TILES,
-)
+from fusedlayers.kernels.split_k import product
+from fusedlayers.kernels.tuning import COLUMN_SUM_TILES, EpilogueTiles, ReduceConfig, SplitTiles, TileConfig
+from fusedlayers.kernels.tuning.grouped_gemm import GroupedTiles
+from fusedlayers.kernels.weight_gradient import weight_gradient
+from tests.support.operands import needs_kernels
 from tests.support.prepared_launches import HOPPER, Watched, assert_told_the_same, drawn
 from tests.support.stand_in_launchers import Launcher, stand_in_driver
 
@@ -69,6 +72,68 @@ def both_passes(width: int, gated: bool) -> Callable[[dict[Any, Any] | None], No
         )  # fmt: skip
 
     return narrow if plan.path == "fused" else wide
+
+
+M, K, N = 40, 16, 24
+X, UP, DOWN, BIAS = drawn(M, K), drawn(N, K), drawn(K, N), drawn(N)
+SILU = Arithmetic("silu", 0.0, "ieee", "exact")
+Ready = dict[Any, Any] | None
+
+
+def narrow_gradients(dy: Tensor, every: bool, ready: Ready) -> tuple[Any, ...]:
+    operands, tiles = Operands(X, UP, DOWN, BIAS, None, None, None, SILU, ready), TileConfig(16, 16, 4, 1, 1)
+    wanted = WeightGradients(True, False, True, True, False) if every else WeightGradients(down=True)
+    of_weights = gemm_gemm.weight_gradients(operands, dy, wanted, 3, tiles)
+    return *gemm_gemm.data_gradient(operands, dy, tiles, column_sums=every), *of_weights
+
+
+def wide_gradients(dy: Tensor, every: bool, ready: Ready) -> tuple[Any, ...]:
+    tiles = EpilogueTiles(16, 16, 16, 4, 1)
+    kept, z, _ = gemm_epilogue.hidden(X, UP, BIAS, None, None, every, SILU, tiles, ready=ready)
+    return kept, *gemm_epilogue.hidden_gradient(
+        dy, DOWN, X @ UP.T if z is None else z, None, every, 2, SILU, tiles, keep_hidden=every, for_products=True,
+        column_sums=COLUMN_SUM_TILES if every else None, ready=ready,
+    )  # fmt: skip
+
+
+def reduction_gradients(dy: Tensor, every: bool, ready: Ready) -> tuple[Any, ...]:
+    tiles, found = ReduceConfig(16, 16, 16, 4, 1), []
+    for op in ("max", "sumsq"):
+        arithmetic = ReduceArithmetic(op, "identity", "ieee", "exact")
+        # Each operation is a call of its own.
+        given = None if ready is None else ready.setdefault(op, {})
+        operands = ReduceOperands(dy.contiguous()[None], UP[None], None, BIAS, None, None, None, arithmetic, given)
+        result, index = gemm_reduce.reduce(
+            operands, indices=op == "max", out_dtype=torch.float32, splits=1, tiles=tiles
+        )
+        if op == "max":
+            found += gemm_reduce.route(operands, result, index, kept_gradient=every)
+        else:
+            for gradient in (gemm_reduce.kept_gradient, gemm_reduce.reduced_gradient):
+                found += gradient(operands, result, result, matrix=every, bias=True, tiles=tiles)
+    return tuple(found)
+
+
+RUNS: dict[str, Callable[[Tensor, bool, Ready], Any]] = {
+    "narrow FFN": narrow_gradients,
+    "wide FFN": wide_gradients,
+    "reduction": reduction_gradients,
+    "linear": lambda dy, every, ready: weight_gradient(
+        dy, X, every, 3, "ieee", GroupedTiles(16, 16, 16, 4, 1), ready=ready
+    ),
+    "sums": lambda dy, every, ready: [column_sums(dy, COLUMN_SUM_TILES, ready)],
+    "split product": lambda dy, every, ready: [product(dy, UP, BIAS, 3, SplitTiles(16, 16, 16, 4, 1), ready=ready)],
+}
+
+
+@pytest.mark.bits
+@needs_kernels
+@pytest.mark.parametrize("run", RUNS)
+def test_one_call_may_be_asked_for_other_gradients_of_another_layout(run: str) -> None:
+    ready: dict[Any, Any] = {}
+    for dy, every in ((drawn(M, K), True), (drawn(K, M).T, True), (drawn(M, K), False), (drawn(M, K), True)):
+        for one, other in zip(RUNS[run](dy, every, ready), RUNS[run](dy, every, None), strict=True):
+            assert one is other is None or torch.equal(one, other)
 
 
 @pytest.mark.skipif(not hopper.HAS_GLUON, reason="this Triton has no Gluon")

@@ -193,10 +193,10 @@ def test_tiles_and_costs(gated: bool) -> None:
     assert alone.epilogue.gradient is None
 
 
-def explained(w_down: str = "", **options: object) -> dict[str, str]:
-    """The rows of what ``explain`` says of a wide FFN on an H200, by their names."""
+def explained(w_down: str = "", gradient: bool = True, **options: object) -> dict[str, str]:
+    """The rows of what ``explain`` says of a wide FFN, by their names."""
     shapes = ((16_384, 1024), (4096, 1024), (1024, 4096))
-    tensors = [torch.empty(s, device="meta", dtype=torch.bfloat16, requires_grad=True) for s in shapes]
+    tensors = [torch.empty(s, device="meta", dtype=torch.bfloat16, requires_grad=gradient) for s in shapes]
     if w_down == "tied":
         tensors[2] = tensors[1].T
     if w_down == "with gaps":
@@ -217,3 +217,7 @@ def test_explained_lines() -> None:
     assert explained(w_down="tied")["path"].startswith("epilogue: ")
     assert explained(w_down="with gaps")["not epilogue"].endswith("they cannot copy w_down as it lies")
     assert explained(recompute=True)["not epilogue"] == "recompute=True forbids keeping the hidden"
+    assert "hidden-gradient tiles" not in explained(gradient=False)
+    generic = plan(TRAINING, H200, "triton").epilogue
+    tiles = "128 × 128 of the product, 64 inner, 8 warps, 3 stages"
+    assert list(generic.facts())[:2] == [("hidden tiles", tiles), ("hidden-gradient tiles", tiles)]
