@@ -16,7 +16,6 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from fusedlayers import FusedFFN, functional, planning
 from fusedlayers.functional import dispatch, operation
-from fusedlayers.functional.ffn import FFN
 from fusedlayers.functional.operands import input_precision
 from fusedlayers.functional.recalling import call_key
 from fusedlayers.planning import Device
