@@ -11,14 +11,15 @@ def int32_products(ttir: str) -> list[str]:
     """The 32-bit products in ``ttir`` that overflow where a tensor has more than 2^31 elements, one line each.
 
     Sizes and strides are the integer arguments of a kernel, but for counts of tiles: ``tile_rows``, ``tile_columns``,
-    and the few rows of a ``group``. A 32-bit product is at fault if a size or stride is one of its factors, and, where
-    it is part of an address, if it has a tensor of factors or a constant factor that is no power of two: tile numbers
-    times tile sizes are the only products that stay below the number of rows or columns.
-    TMA's coordinates are rows and columns, 32 bits wide by nature: a launcher hands it no larger matrix.
+    ``bands``, and the few rows of a ``group``. A 32-bit product is at fault if a size or stride is one of its factors,
+    and, where it is part of an address, if it has a tensor of factors or a constant factor that is no power of two:
+    tile numbers times tile sizes are the only products that stay below the number of rows or columns.
+    TMA's coordinates are rows and columns, 32 bits wide by nature: a launcher hands it no larger matrix. An expert
+    times a number of units is a row of the weights of all experts, which is such a coordinate, too.
     """
     lines = _with_own_names([line for line in ttir.splitlines() if not line.startswith("#")])
     named = re.findall(r"(%[\w$.-]+): i(?:32|64)\b", next(line for line in lines if "tt.func public" in line))
-    arguments = set(named) - {"%tile_rows", "%tile_columns", "%group"}
+    arguments = set(named) - {"%tile_rows", "%tile_columns", "%bands", "%group"}
     inputs, operation, constants, products = _data_flow(lines)
 
     def is_argument(value: str) -> bool:
@@ -41,7 +42,7 @@ def int32_products(ttir: str) -> list[str]:
     in_coordinate = made_from([value for line in copies for value in _VALUE.findall(line.split("[")[1].split("]")[0])])
 
     def at_fault(value: str, is_tensor: bool) -> bool:
-        if value in in_coordinate - in_address:
+        if value in in_coordinate - in_address or any(factor.startswith("%expert") for factor in inputs[value]):
             return False
         if any(is_argument(factor) for factor in inputs[value]):
             return True

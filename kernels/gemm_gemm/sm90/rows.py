@@ -217,7 +217,7 @@ def _consume(consumer: gl.constexpr, products, schedule, output):
     if IN_REGISTERS:
         tma.store_wait(0)
     if SUMS:
-        part = gl.program_id(0) * products.CONSUMERS + consumer
+        part = gl.program_id(0).to(gl.int64) * products.CONSUMERS + consumer
         outer = gl.arange(0, COLUMNS, gl.SliceLayout(0, read_layout))
         gl.store(output.dy_sums_ptr + part * output.O + outer, gl.sum(dy_sums, 0), mask=outer < output.O)
 
