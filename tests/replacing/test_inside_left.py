@@ -169,3 +169,31 @@ def test_autocast_is_that_of_each_part() -> None:
     x = torch.randn(5, 6)
     with torch.autocast("cpu", torch.bfloat16):
         assert_same(results(twin, x), results(own, x))
+
+
+class WithMethod(Layer):
+    """Whose FFN is in a method that its forward calls."""
+
+    def block(self, x: Tensor) -> Tensor:
+        return x + self.down(self.act(self.up(x)))
+
+
+@pytest.mark.parametrize(
+    "asks", ["type(self).__name__ == 'Written'", "self.__class__.__qualname__ != 'Fused'", "type(self) is self.kind"]
+)
+def test_a_method_that_calls_another_one_asks_for_its_class(asks: str) -> None:
+    body = f"y = self.block(torch.as_tensor(x))\nif {asks}:\n    y = y.cumsum(-1)\nreturn y"
+    kind = written(WithMethod, body)
+    kind.kind = kind
+    own, twin = pair(kind, 0.0)
+    why_left(kind, twin)
+    x = torch.randn(2, 3, 6)
+    assert_same(results(twin, x), results(own, x))
+
+
+def test_a_method_whose_caller_does_not_ask_for_its_class_is_fused() -> None:
+    kind = written(WithMethod, "y = self.block(torch.as_tensor(x))\nreturn y.cumsum(-1) if type(x) is Tensor else y")
+    own, twin = pair(kind, 0.0)
+    assert not fl.replace(nn.ModuleList([twin, mlp()])).skipped
+    x = torch.randn(2, 3, 6)
+    assert_same(results(twin, x), results(own, x))

@@ -75,7 +75,11 @@ def recognise(block: nn.Module, taken: set[nn.Module]) -> FoundRule | str | None
     with _noting("forward", reasons):
         return _whole_block(block, widths[0])
     allowed = {site.path for site in found}
-    for name, method in _methods(block, allowed):
+    heads = {path.partition(".")[0] for path in allowed}
+    for name, method, names in _methods(block):
+        # It names a linear, or a module that holds one.
+        if heads.isdisjoint(names):
+            continue
         for rule in _rules_inside(block, name, method, allowed, reasons):
             return rule
     # A layer with several inputs may still hold an FFN: report that reason only if there is no other.
@@ -175,10 +179,8 @@ def _required(function: Callable[..., Any]) -> int:
     return sum(each.default is each.empty and each.kind not in variadic for each in parameters)
 
 
-def _methods(block: nn.Module, paths: set[str]) -> Iterator[tuple[str, Callable[..., Any]]]:
-    """The forward of a block and the methods that it may call, if they name one of these linears or a module that holds
-    one."""
-    heads = {path.partition(".")[0] for path in paths}
+def _methods(block: nn.Module) -> Iterator[tuple[str, Callable[..., Any], set[str]]]:
+    """The forward of a block and the methods that it may call, each with the names in its code."""
     methods = dict(functions_of(type(block)))
     left, seen = ["forward"], {"forward"}
     while left:
@@ -187,10 +189,27 @@ def _methods(block: nn.Module, paths: set[str]) -> Iterator[tuple[str, Callable[
         if code is None:
             continue
         names = {each for inner in codes_in(code) for each in inner.co_names}
-        if heads & names:
-            yield name, methods[name]
+        yield name, methods[name], names
         left += sorted(names - seen)
         seen |= names
+
+
+def _check_class_is_not_asked_for(block: nn.Module, reader: Reader, method: str) -> None:
+    """Neither in this method, which ``reader`` has read, nor in another one on the way to it.
+
+    Raises NotUnderstood with the statement that inspects the class of the block.
+    """
+    statements = [reader.asks_class]
+    for name, function, names in _methods(block):
+        if name != method and not names.isdisjoint(("type", "__class__")):
+            other = Reader(block, lenient=True)
+            # What is not understood there is no matter here: nothing of it is replaced.
+            with _noting(name, []):
+                other.read(inspect.unwrap(function))
+            statements.append(other.asks_class)
+    for each in statements:
+        if each is not None:
+            raise NotUnderstood(f"asks for its own class in `{each}`, which is another one where it is fused")
 
 
 def _rules_inside(
@@ -232,8 +251,7 @@ def _inside(block: nn.Module, method: str, ffn: FFN, reader: Reader) -> FoundRul
     """The rule of an FFN inside a method."""
     if ffn.gate_rows in ("even", "odd"):
         raise NotUnderstood("computes more than an FFN with interleaved gate and up projections")
-    if reader.asks_class is not None:
-        raise NotUnderstood(f"asks for its own class in `{reader.asks_class}`, which is another one where it is fused")
+    _check_class_is_not_asked_for(block, reader, method)
     rule = _rule(block, ffn, reader, method)
     for path, _ in rule.holders:
         if isinstance(attribute(block, path), (nn.ModuleList, nn.ModuleDict, nn.Sequential)):
