@@ -22,6 +22,8 @@ _COLOURS = {
     "Liger": "#009e73",
     "CCE": "#d55e00",
     "quack": "#56b4e9",
+    "TRL": "#882255",
+    "torch in chunks": "#8c6d31",
     AUTO: "#0072b2",
     FUSED: "#e69f00",
 }
