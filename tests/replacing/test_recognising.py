@@ -236,3 +236,18 @@ def test_layers_alike_are_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
     # The option that the forward reads tells them apart.
     assert [block.rows for block in tried if isinstance(block, Phi3)] == ["odd", "first"]
     assert {type(block).fused_rule.gate_rows for block in model} == {"first", "odd"}
+
+
+class Empty(nn.Module):
+    """Whose linears are added later."""
+
+
+def test_the_gate_of_a_block_without_activation_is_the_same_in_every_process() -> None:
+    """The first by its name, whatever order the hashes of names have in this process."""
+    for number in range(8):
+        first, second = f"first_{number}", f"second_{number}"
+        block = written(Empty, f"return self.down(self.{second}(x) * self.{first}(x))")()
+        for name, sizes in ((second, (K, N)), (first, (K, N)), ("down", (N, K))):
+            block.add_module(name, nn.Linear(*sizes))
+        [entry] = fl.replace(nn.ModuleList([block])).replaced
+        assert f"{second}, {first}, down: gated identity" in entry.reason

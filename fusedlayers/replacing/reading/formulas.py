@@ -52,7 +52,8 @@ def ffn_before(down: str, hidden: Polynomial, lines: Mapping[Polynomial, ast.stm
         OtherFormula: there is none.
     """
     inner, dropout = _undropped(hidden)
-    products = _products(inner)
+    # In the same order in every process, because without an activation either may be the gate.
+    products = sorted(_products(inner), key=_path)
     for one in products:
         name = activation_giving(inner, _of(one)) if one[0] == "linear" else None
         if name not in (None, "identity"):
@@ -84,6 +85,11 @@ def _undropped(value: Polynomial) -> tuple[Polynomial, str | None]:
 
 def _of(found: Atom) -> Polynomial:
     return Polynomial({frozenset({(found, 1)}): 1.0})
+
+
+def _path(found: Atom) -> tuple[str, str]:
+    """The path of an atom's linear, and which half of its result the atom is."""
+    return (str(found[1]), "") if found[0] == "linear" else (str(found[1][1]), str(found[2]))  # type: ignore[index]
 
 
 def _input(found: Atom) -> Polynomial:
