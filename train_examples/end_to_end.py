@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 
@@ -253,12 +253,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
             record = committed | sequences
     except (ValueError, OSError) as error:
         raise SystemExit(f"error: {error}") from error
-    if not chosen.write:
+    show(record, RECORD, markdown, draw, writing=chosen.write)
+
+
+def show(
+    record: Row, path: Path, markdown: Callable[[Row], str], draw: Callable[[Row, Path], None], *, writing: bool
+) -> None:
+    """Print the tables of a record, or write the record and its picture."""
+    if not writing:
         print(markdown(record), end="")
         return
-    RECORD.write_text(json.dumps(record, indent=1) + "\n")
-    draw(record, RECORD.with_suffix(".png"))
-    print(f"written: {RECORD}, {RECORD.with_suffix('.png')}")
+    picture = path.with_suffix(".png")
+    path.write_text(json.dumps(record, indent=1) + "\n")
+    draw(record, picture)
+    print(f"written: {path}, {picture}")
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from statistics import mean
 from omegaconf import OmegaConf
 
 from train_examples import plots
-from train_examples.end_to_end import ROOT, origin, origin_of
+from train_examples.end_to_end import ROOT, origin, origin_of, show
 from train_examples.loop import Row
 from train_examples.summaries import read_run
 from train_examples.tables import table
@@ -108,12 +108,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         record = record_of(chosen.runs) if chosen.runs else json.loads(RECORD.read_text())
     except (ValueError, OSError) as error:
         raise SystemExit(f"error: {error}") from error
-    if not chosen.write:
-        print(markdown(record), end="")
-        return
-    RECORD.write_text(json.dumps(record, indent=1) + "\n")
-    draw(record, RECORD.with_suffix(".png"))
-    print(f"written: {RECORD}, {RECORD.with_suffix('.png')}")
+    show(record, RECORD, markdown, draw, writing=chosen.write)
 
 
 if __name__ == "__main__":

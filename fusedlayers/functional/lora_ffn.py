@@ -93,7 +93,7 @@ def lora_ffn(
         RuntimeError: ``FUSEDLAYERS_BACKEND=triton`` or ``FUSEDLAYERS_STRICT=1`` where the kernels cannot run.
     """
     layer, adapters = (w_up, w_down, b_up, b_down, w_gate, b_gate), (up_a, up_b, down_a, down_b, gate_a, gate_b)
-    options = activation, up_scale, down_scale, gate_scale, adapter_dropout_p, shared_dropout, precision_word(precision)
+    options = activation, up_scale, down_scale, gate_scale, adapter_dropout_p, shared_dropout, precision
     return LORA_FFN.call((x, *layer, *adapters, dropout_seed), options)
 
 

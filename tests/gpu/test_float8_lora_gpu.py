@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -12,7 +11,6 @@ from torch.utils.checkpoint import checkpoint
 
 from fusedlayers import functional, reference
 from fusedlayers.closeness.noise import OF_LAYER, OF_WEIGHT_GRADIENT, sqnr
-from fusedlayers.devices import describe
 from fusedlayers.functional import float8
 from fusedlayers.functional.dispatch import decisions
 from fusedlayers.functional.switches import switched
@@ -23,10 +21,10 @@ from fusedlayers.kernels.tuning import EPILOGUE_PIPELINES
 from tests.functional.test_lora_ffn import ADAPTERS, SCALES, inputs
 from tests.gpu.graphs import assert_replays_like_launched
 from tests.gpu.launches import note_launches
-from tests.support.operands import DEVICE, forget_calls
+from tests.gpu.test_float8_gpu import BFLOAT16, FLOAT16, GATED, pytestmark, wherever_it_can  # noqa: F401
+from tests.support.operands import DEVICE
 
-E4M3, BFLOAT16, FLOAT16 = torch.float8_e4m3fn, torch.bfloat16, torch.float16
-GATED = pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
+E4M3 = torch.float8_e4m3fn
 # Tokens, inner axis, columns: whole tiles, tails of everything, less than a tile, sums in parts and a lone tile.
 SIZES = [(1024, 512, 384), (1001, 592, 208), (3, 16, 16), (300, 4112, 272), (4096, 6144, 1536)]
 # Of up, gate and down: one step and several, rows that TMA reads and others, and none.
@@ -34,23 +32,6 @@ RANKS = [(16, 16, 16), (4, 7, 12), (256, 64, 200), (0, 40, 0), (40, 0, 8), (0, 0
 IDENTITY = Arithmetic("identity", "half", "ieee")
 KERNELS = ["sm90_hidden", "sm90_scaled_product", "sm90_epilogue_gradient"]
 DROPPING = {"adapter_dropout_p": 0.1, "dropout_seed": torch.tensor([2**40 + 7])}
-
-pytestmark = [
-    pytest.mark.skipif(describe(DEVICE).backend != "sm90", reason="no Hopper GPU with Gluon"),
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore::FutureWarning"),
-    pytest.mark.filterwarnings("ignore::UserWarning:torch"),
-]
-
-
-@pytest.fixture(autouse=True)
-def wherever_it_can() -> Iterator[None]:
-    """Sizes at which auto mode would not take 8 bits."""
-    float8.forget_weights()
-    with switched({"FUSEDLAYERS_BACKEND": "triton"}):
-        yield
-    forget_calls()
-    torch.cuda.empty_cache()
 
 
 def integers(rows: int, columns: int) -> tuple[Scaled, Tensor]:
