@@ -70,11 +70,10 @@ def gradients(
 ) -> Gradients:
     """The wanted gradients of the operands but those of b_down and of the residual."""
     x, w_up, w_down, _, _, w_gate, _, _, seed = operands[:9]
-    x, (z, z_gate, x_scale, hidden_scale) = rows(x), saved
-    terms = None
-    if adapted is not None:
-        terms = AdapterGradients(adapted, (x_scale, hidden_scale), wanted[FACTOR_PLACES], dy)
-        x_scale = hidden_scale = None
+    x, (z, z_gate, *inner) = rows(x), saved
+    terms = None if adapted is None else AdapterGradients(adapted, inner, wanted[FACTOR_PLACES], dy)
+    scales: Sequence[Any] = inner if adapted is None else (None, None)
+    x_scale, hidden_scale = scales
     dx, dw_up, db_up, dw_gate, db_gate = (wanted[position] for position in (0, 1, 3, 5, 6))
     plan, arithmetic, ready = call.plan, call.details, call.ready
     dropout = Dropout(seed, arithmetic.dropout_p)
