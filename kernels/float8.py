@@ -12,6 +12,7 @@ Values are rounded to nearest even and saturate. They are written as integers of
 result changes its layout afterwards was miscompiled on Hopper (triton#11111).
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -46,18 +47,24 @@ _BAND_ROWS = 512
 
 @triton.jit
 def _magnitude(x):
-    """The absolute values of 16-bit numbers as integers of the same order, in which NaN is larger than infinity."""
-    return x.to(tl.int16, bitcast=True) & 0x7FFF
+    """The absolute values as integers of the same order, in which NaN is larger than infinity."""
+    if x.dtype.primitive_bitwidth == 32:
+        return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    else:
+        return x.to(tl.int16, bitcast=True) & 0x7FFF
 
 
 @triton.jit
 def _as_number(magnitude, x):
     """The float32 of a :func:`_magnitude` of such numbers as x."""
-    return magnitude.to(tl.int16).to(x.dtype, bitcast=True).to(tl.float32)
+    if x.dtype.primitive_bitwidth == 32:
+        return magnitude.to(tl.float32, bitcast=True)
+    else:
+        return magnitude.to(tl.int16).to(x.dtype, bitcast=True).to(tl.float32)
 
 
 @triton.jit
-def _scales(largest):
+def scales_of(largest):
     """(scale, its inverse) of rows with these absolute maxima."""
     # Not tl.maximum, which drops NaN.
     bounded = tl.where(largest < _SMALLEST, _SMALLEST, largest)
@@ -75,10 +82,25 @@ def _quantised(x, factor):
     return (x.to(tl.float32) * factor).to(tl.float8e4nv).to(tl.int8, bitcast=True)
 
 
+@triton.jit
+def _block(x_ptr, factors_ptr, rows, cols, stride, M, K):
+    """A block of a matrix, with the columns multiplied by factors, if there are any."""
+    x = load_tile(x_ptr, rows, cols, stride, 1, M, K)
+    return x if factors_ptr is None else x.to(tl.float32) * load_vector(factors_ptr, cols, 1, K)[None, :]
+
+
+@triton.jit
+def _stored(values_ptr, x, factor, rows, cols, stride, M, K):
+    """Store a quantised block, and return the sums of the squares of its rows before they were rounded."""
+    x = x.to(tl.float32) * factor[:, None]
+    store_tile(values_ptr, x.to(tl.float8e4nv).to(tl.int8, bitcast=True), rows, cols, stride, 1, M, K)
+    return tl.sum(x * x, 1)
+
+
 @triton.jit(do_not_specialize=["M"])
 def _quantise_rows_kernel(
-    x_ptr, other_ptr, values_ptr, scales_ptr, stride_x, stride_other, stride_values, K, M, ROWS: tl.constexpr,
-    BLOCK: tl.constexpr, WHOLE: tl.constexpr, UNIT: tl.constexpr,
+    x_ptr, other_ptr, factors_ptr, values_ptr, scales_ptr, norms_ptr, stride_x, stride_other, stride_values, K, M,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, WHOLE: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
     """Rows ``[x | other]``; ``WHOLE``: a row of each is one block, which stays in registers."""
     stride_x, stride_other = assume_multiple(stride_x, UNIT), assume_multiple(stride_other, UNIT)
@@ -86,67 +108,82 @@ def _quantise_rows_kernel(
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     cols = tl.arange(0, BLOCK)
     if WHOLE:
-        x = load_tile(x_ptr, rows, cols, stride_x, 1, M, K)
+        x = _block(x_ptr, factors_ptr, rows, cols, stride_x, M, K)
         largest = tl.max(_magnitude(x), 1)
         if other_ptr is not None:
             other = load_tile(other_ptr, rows, cols, stride_other, 1, M, K)
             largest = tl.maximum(largest, tl.max(_magnitude(other), 1))
-        scale, factor = _scales(_as_number(largest, x))
-        store_tile(values_ptr, _quantised(x, factor[:, None]), rows, cols, stride_values, 1, M, K)
+        scale, factor = scales_of(_as_number(largest, x))
+        squares = _stored(values_ptr, x, factor, rows, cols, stride_values, M, K)
         if other_ptr is not None:
-            quantised = _quantised(other, factor[:, None])
-            store_tile(values_ptr + K, quantised, rows, cols, stride_values, 1, M, K)
+            squares += _stored(values_ptr + K, other, factor, rows, cols, stride_values, M, K)
     else:
-        x = load_tile(x_ptr, rows, cols, stride_x, 1, M, K)
+        x = _block(x_ptr, factors_ptr, rows, cols, stride_x, M, K)
         largest = _magnitude(x)
         for first in tl.range(BLOCK, K, BLOCK):
-            x = load_tile(x_ptr, rows, first + cols, stride_x, 1, M, K)
+            x = _block(x_ptr, factors_ptr, rows, first + cols, stride_x, M, K)
             largest = tl.maximum(largest, _magnitude(x))
         if other_ptr is not None:
             for first in tl.range(0, K, BLOCK):
                 x = load_tile(other_ptr, rows, first + cols, stride_other, 1, M, K)
                 largest = tl.maximum(largest, _magnitude(x))
-        scale, factor = _scales(_as_number(tl.max(largest, 1), x))
+        scale, factor = scales_of(_as_number(tl.max(largest, 1), x))
+        squares = tl.zeros((ROWS,), tl.float32)
         for first in tl.range(0, K, BLOCK):
-            x = load_tile(x_ptr, rows, first + cols, stride_x, 1, M, K)
-            store_tile(values_ptr, _quantised(x, factor[:, None]), rows, first + cols, stride_values, 1, M, K)
+            x = _block(x_ptr, factors_ptr, rows, first + cols, stride_x, M, K)
+            squares += _stored(values_ptr, x, factor, rows, first + cols, stride_values, M, K)
         if other_ptr is not None:
             for first in tl.range(0, K, BLOCK):
                 x = load_tile(other_ptr, rows, first + cols, stride_other, 1, M, K)
-                quantised = _quantised(x, factor[:, None])
-                store_tile(values_ptr + K, quantised, rows, first + cols, stride_values, 1, M, K)
+                squares += _stored(values_ptr + K, x, factor, rows, first + cols, stride_values, M, K)
     tl.store(scales_ptr + rows, scale, mask=rows < M)
+    if norms_ptr is not None:
+        # Squares of values that are divided by the scale cannot overflow.
+        tl.store(norms_ptr + rows, tl.sqrt_rn(squares) * scale, mask=rows < M)
+
+
+@triton.jit
+def _weighted_rows(x_ptr, weights_ptr, rows, cols, stride_m, stride_k, M, K):
+    """A tile, with the rows multiplied by weights, if there are any."""
+    x = load_tile(x_ptr, rows, cols, stride_m, stride_k, M, K)
+    return x if weights_ptr is None else x.to(tl.float32) * load_vector(weights_ptr, rows, 1, M)[:, None]
 
 
 @triton.jit
 def _column_maxima_kernel(
-    x_ptr, maxima_ptr, stride_m, stride_k, M, K, BAND: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr
-):
-    """The absolute maxima of the columns in one band of rows, float32 ``[bands, K]``."""
+    x_ptr, weights_ptr, maxima_ptr, squares_ptr, stride_m, stride_k, M, K, BAND: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """The absolute maxima, and the sums of squares, of the columns in one band of rows, float32 ``[bands, K]``."""
     columns = tl.cdiv(K, BLOCK_K)
     band, tile = tl.program_id(0) // columns, tl.program_id(0) % columns
     first = band.to(tl.int64) * BAND
     cols = tile * BLOCK_K + tl.arange(0, BLOCK_K)
-    x = load_tile(x_ptr, first + tl.arange(0, BLOCK_M), cols, stride_m, stride_k, M, K)
+    x = _weighted_rows(x_ptr, weights_ptr, first + tl.arange(0, BLOCK_M), cols, stride_m, stride_k, M, K)
     largest = _magnitude(x)
+    squares = x.to(tl.float32) * x.to(tl.float32)
     for row in tl.range(BLOCK_M, BAND, BLOCK_M):
-        x = load_tile(x_ptr, first + row + tl.arange(0, BLOCK_M), cols, stride_m, stride_k, M, K)
+        x = _weighted_rows(x_ptr, weights_ptr, first + row + tl.arange(0, BLOCK_M), cols, stride_m, stride_k, M, K)
         largest = tl.maximum(largest, _magnitude(x))
-    tl.store(maxima_ptr + band.to(tl.int64) * K + cols, _as_number(tl.max(largest, 0), x), mask=cols < K)
+        squares += x.to(tl.float32) * x.to(tl.float32)
+    places = band.to(tl.int64) * K + cols
+    tl.store(maxima_ptr + places, _as_number(tl.max(largest, 0), x), mask=cols < K)
+    if squares_ptr is not None:
+        tl.store(squares_ptr + places, tl.sum(squares, 0), mask=cols < K)
 
 
 @triton.jit
 def _quantise_transposed_kernel(
-    x_ptr, largest_ptr, values_ptr, scales_ptr, stride_m, stride_k, stride_values, M, K, BLOCK_M: tl.constexpr,
-    BLOCK_K: tl.constexpr,
+    x_ptr, weights_ptr, largest_ptr, values_ptr, scales_ptr, stride_m, stride_k, stride_values, M, K,
+    BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """The transpose ``[K, M]`` of x, whose columns have these maxima; the first program of a column stores scales."""
     columns = tl.cdiv(K, BLOCK_K)
     band, tile = tl.program_id(0) // columns, tl.program_id(0) % columns
     rows = band.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     cols = tile * BLOCK_K + tl.arange(0, BLOCK_K)
-    scale, factor = _scales(load_vector(largest_ptr, cols, 1, K))
-    x = load_tile(x_ptr, rows, cols, stride_m, stride_k, M, K)
+    scale, factor = scales_of(load_vector(largest_ptr, cols, 1, K))
+    x = _weighted_rows(x_ptr, weights_ptr, rows, cols, stride_m, stride_k, M, K)
     store_tile(values_ptr, tl.trans(_quantised(x, factor[None, :])), cols, rows, stride_values, 1, K, M)
     if band == 0:
         tl.store(scales_ptr + cols, scale, mask=cols < K)
@@ -184,34 +221,49 @@ def _transpose_kernel(
     x_ptr, factors_ptr, values_ptr, stride_x, stride_values, M, K, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
     UNIT: tl.constexpr,
 ):  # fmt: skip
-    """The transpose ``[K, M]`` of x, of 8-bit values times the factors of rows, or of numbers divided by scales."""
+    """The transpose ``[K, M]`` of 8-bit values, times factors of rows if there are any, or of numbers over scales."""
     stride_x, stride_values = assume_multiple(stride_x, UNIT), assume_multiple(stride_values, UNIT)
     columns = tl.cdiv(K, BLOCK_K)
     band, tile = tl.program_id(0) // columns, tl.program_id(0) % columns
     rows = band.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     cols = tile * BLOCK_K + tl.arange(0, BLOCK_K)
-    factors = tl.load(factors_ptr + rows, mask=rows < M, other=1.0)
     x = load_tile(x_ptr, rows, cols, stride_x, 1, M, K)
-    if x_ptr.dtype.element_ty == tl.int8:
-        x = x.to(tl.float8e4nv, bitcast=True)
-    else:
-        factors = tl.div_rn(tl.zeros_like(factors) + 1.0, factors)
-    store_tile(values_ptr, tl.trans(_quantised(x, factors[:, None])), cols, rows, stride_values, 1, K, M)
+    if factors_ptr is not None:
+        factors = tl.load(factors_ptr + rows, mask=rows < M, other=1.0)
+        if x_ptr.dtype.element_ty == tl.int8:
+            x = x.to(tl.float8e4nv, bitcast=True)
+        else:
+            factors = tl.div_rn(tl.zeros_like(factors) + 1.0, factors)
+        x = _quantised(x, factors[:, None])
+    store_tile(values_ptr, tl.trans(x), cols, rows, stride_values, 1, K, M)
 
 
-def quantise_rows(x: torch.Tensor, other: torch.Tensor | None = None, ready: dict[Any, Any] | None = None) -> Scaled:
+def quantise_rows(
+    x: torch.Tensor,
+    other: torch.Tensor | None = None,
+    ready: dict[Any, Any] | None = None,
+    *,
+    factors: torch.Tensor | None = None,
+    norms: torch.Tensor | None = None,
+) -> Scaled:
     """x ``[M, K]`` of 16-bit numbers in 8 bits, with one scale for each row.
 
     With ``other``, of the same shape and dtype, both lie side by side: ``[M, 2 K]``. Elements of a row are contiguous.
-    ``ready`` belongs to one prepared call: see ``gemm_gemm.Operands``.
+    With float32 ``factors`` ``[K]``, and no ``other``, the columns are multiplied by them first. ``norms`` ``[M]``
+    receives the Euclidean norms of the rows in float32. ``ready`` belongs to one prepared call: see
+    ``gemm_gemm.Operands``.
     """
     rows, columns = x.shape
     wide = columns if other is None else 2 * columns
     found = Scaled(x.new_empty(rows, wide, dtype=E4M3), x.new_empty(rows, dtype=torch.float32))
     if not rows:
         return found
-    name = "quantised rows", rows, columns, layout_of(x), None if other is None else layout_of(other)
-    prepared(ready, name, _prepare_rows, x, other)((x, other, found.values.view(torch.int8), found.scale))
+    name = (
+        "quantised rows", rows, columns, layout_of(x), None if other is None else layout_of(other), factors is None,
+        norms is None,
+    )  # fmt: skip
+    launch = prepared(ready, name, _prepare_rows, x, other)
+    launch((x, other, factors, found.values.view(torch.int8), found.scale, norms))
     return found
 
 
@@ -232,28 +284,43 @@ def _prepare_rows(x: torch.Tensor, other: torch.Tensor | None) -> Launch:
 
 
 def quantise_transposed(
-    x: torch.Tensor, other: torch.Tensor | None = None, ready: dict[Any, Any] | None = None
+    x: torch.Tensor,
+    other: torch.Tensor | None = None,
+    ready: dict[Any, Any] | None = None,
+    *,
+    weights: torch.Tensor | None = None,
+    norms: torch.Tensor | None = None,
 ) -> Scaled:
     """The transpose ``[K, M]`` of x ``[M, K]`` of 16-bit numbers in 8 bits, with one scale for each of its rows.
 
-    With ``other``, of the same shape and dtype, both transposes lie side by side: ``[K, 2 M]``. Any strides.
+    With ``other``, of the same shape and dtype, both transposes lie side by side: ``[K, 2 M]``. Any strides. With
+    float32 ``weights`` ``[1 or 2, M]`` the rows of x and of ``other`` are multiplied by them first. ``norms`` ``[K]``
+    receives the Euclidean norms of the result's rows in float32.
     """
     rows, columns = x.shape
     given = [x] if other is None else [x, other]
     found = Scaled(x.new_empty(columns, rows * len(given), dtype=E4M3), x.new_empty(columns, dtype=torch.float32))
     bands = ceil_div(rows, _BAND_ROWS)
-    partial = x.new_empty(len(given), bands, columns, dtype=torch.float32)
-    for maxima, each in zip(partial, given, strict=True):
-        _prepared_maxima(each, ready)((each, maxima))
-    largest = partial.amax((0, 1))
+    partial = x.new_empty(1 if norms is None else 2, len(given), bands, columns, dtype=torch.float32)
+    of_rows: Sequence[torch.Tensor | None] = (None, None) if weights is None else weights
+    for place, each in enumerate(given):
+        squares = None if norms is None else partial[1, place]
+        launch = _prepared_maxima(each, of_rows[place], squares, ready)
+        launch((each, of_rows[place], partial[0, place], squares))
+    largest = partial[0].amax((0, 1))
+    if norms is not None:
+        torch.sum(partial[1], (0, 1), out=norms).sqrt_()
     values = found.values.view(torch.int8)
     for place, each in enumerate(given):
         part = values[:, place * rows : (place + 1) * rows]
-        _prepared_transposed(each, part, ready)((each, largest, part, found.scale))
+        launch = _prepared_transposed(each, of_rows[place], part, ready)
+        launch((each, of_rows[place], largest, part, found.scale))
     return found
 
 
-def _prepared_maxima(x: torch.Tensor, ready: dict[Any, Any] | None) -> Launch:
+def _prepared_maxima(
+    x: torch.Tensor, weights: torch.Tensor | None, squares: torch.Tensor | None, ready: dict[Any, Any] | None
+) -> Launch:
     (rows, columns), block_rows = x.shape, _TILE_ROWS // 2
 
     def prepare() -> Launch:
@@ -261,10 +328,13 @@ def _prepared_maxima(x: torch.Tensor, ready: dict[Any, Any] | None) -> Launch:
         numbers = (*x.stride(), rows, columns)
         return Launch(_column_maxima_kernel, programs, numbers, (), (_BAND_ROWS, block_rows, _TILE_COLUMNS), 4)
 
-    return prepared(ready, ("column maxima", rows, columns, layout_of(x)), prepare)
+    name = "column maxima", rows, columns, layout_of(x), weights is None, squares is None
+    return prepared(ready, name, prepare)
 
 
-def _prepared_transposed(x: torch.Tensor, values: torch.Tensor, ready: dict[Any, Any] | None) -> Launch:
+def _prepared_transposed(
+    x: torch.Tensor, weights: torch.Tensor | None, values: torch.Tensor, ready: dict[Any, Any] | None
+) -> Launch:
     rows, columns = x.shape
 
     def prepare() -> Launch:
@@ -272,7 +342,8 @@ def _prepared_transposed(x: torch.Tensor, values: torch.Tensor, ready: dict[Any,
         numbers = (*x.stride(), values.stride(0), rows, columns)
         return Launch(_quantise_transposed_kernel, programs, numbers, (), (_TILE_ROWS, _TILE_COLUMNS), 4)
 
-    return prepared(ready, ("quantised transpose", rows, columns, layout_of(x), layout_of(values)), prepare)
+    name = "quantised transpose", rows, columns, layout_of(x), layout_of(values), weights is None
+    return prepared(ready, name, prepare)
 
 
 def transposed_pair(
@@ -280,8 +351,9 @@ def transposed_pair(
 ) -> tuple[Scaled, Scaled]:
     """Both operands of ``leftᵀ right``, transposed, in 8 bits: ``[M, N]`` -> ``[N, M]``, and ``[M, K]`` -> ``[K, M]``.
 
-    ``right`` are 16-bit numbers with contiguous rows, and ``right_scale`` the scales ``[M]`` of these rows in 8 bits.
-    The result of left has one scale, that of right is 1. Rows of both results begin at multiples of 16 bytes.
+    ``right`` are 16-bit numbers, or values in 8 bits, with contiguous rows, and ``right_scale`` the scales ``[M]`` of
+    these rows in 8 bits. The result of left has one scale, that of right is 1. Rows of both results begin at multiples
+    of 16 bytes.
     """
     rows, device = right.shape[0], right.device
     factors, largest = (torch.empty(size, dtype=torch.float32, device=device) for size in (rows, 2))
@@ -290,13 +362,15 @@ def transposed_pair(
         return Launch(_combine_scales_kernel, 1, (rows,), (), (_SCALES_AT_ONCE,), 8)
 
     prepared(ready, ("combined scales", rows), prepare)((left.scale, right_scale, factors, largest))
+    right_factors = None if right.dtype == E4M3 else right_scale
     return (
-        Scaled(_transposed(left.values.view(torch.int8), factors, ready), largest[0]),
-        Scaled(_transposed(right, right_scale, ready), largest[1]),
+        Scaled(_transposed(left.values, factors, ready), largest[0]),
+        Scaled(_transposed(right, right_factors, ready), largest[1]),
     )
 
 
-def _transposed(x: torch.Tensor, factors: torch.Tensor, ready: dict[Any, Any] | None) -> torch.Tensor:
+def _transposed(x: torch.Tensor, factors: torch.Tensor | None, ready: dict[Any, Any] | None) -> torch.Tensor:
+    x = x.view(torch.int8) if x.dtype == E4M3 else x
     rows, columns = x.shape
     stride = ceil_div(rows, _UNIT) * _UNIT
     values = x.new_empty(columns, stride, dtype=torch.int8)
@@ -306,5 +380,6 @@ def _transposed(x: torch.Tensor, factors: torch.Tensor, ready: dict[Any, Any] | 
         tile = _TILE_ROWS, _TRANSPOSED_COLUMNS, vector_unit(x, x.stride(0), columns)
         return Launch(_transpose_kernel, programs, (x.stride(0), stride, rows, columns), (), tile, 4)
 
-    prepared(ready, ("transposed", rows, columns, x.dtype, layout_of(x)), prepare)((x, factors, values))
+    name = "transposed", rows, columns, x.dtype, layout_of(x), factors is None
+    prepared(ready, name, prepare)((x, factors, values))
     return values.view(E4M3)[:, :rows]

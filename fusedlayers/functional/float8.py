@@ -13,7 +13,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,11 +21,14 @@ from torch.compiler import is_dynamo_compiling
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ..kernels import gemm_epilogue as kernels
+from ..kernels.bounds import gradient_units, unit_table
 from ..kernels.float8 import quantise_rows, quantise_transposed, transposed_pair
 from ..kernels.hopper import Scaled
 from ..kernels.torch_internals import is_capturing
 from ..kernels.tuning import EpiloguePipeline
 from .prepared import Prepared
+
+_Made = TypeVar("_Made")
 
 # By the id of a tensor that owns memory: a parameter, or what a view is a view of.
 _kept: dict[int, _Kept] = {}
@@ -46,7 +49,7 @@ class _Kept:
         self.owner = weakref.ref(owner, lambda _: _kept.pop(key, None))
         self.address, self.version = owner.data_ptr(), owner._version
         # With what is kept of further tensors that it was made of.
-        self.made: dict[tuple[object, ...], tuple[Scaled, list[_Kept]]] = {}
+        self.made: dict[tuple[object, ...], tuple[Any, list[_Kept]]] = {}
 
     def stands(self, owner: Tensor) -> bool:
         """Whether it is still the same tensor, with the same values."""
@@ -60,12 +63,12 @@ def _kept_of(owner: Tensor) -> _Kept:
     return found
 
 
-def _from_weights(kind: str, make: Callable[..., Scaled], weights: tuple[Tensor, ...], call: Prepared) -> Scaled:
-    """``make(*weights)``, or what an earlier call made of the same values; ``kind`` names what is made."""
+def _from_weights(kind: object, weights: Sequence[Tensor], call: Prepared, make: Callable[[], _Made]) -> _Made:
+    """``make()``, or what an earlier call made of the same values; ``kind`` names what is made of which weights."""
     sources = [_source_of(weight) for weight in weights]
     owners = [source if source._base is None else source._base for source in sources]
     if not _may_keep(owners, call.problem):
-        return make(*weights, ready=call.ready)
+        return make()
     first, *others = [_kept_of(owner) for owner in owners]
     # Another stream would have to wait for the kernel that quantises.
     stream = torch._C._cuda_getCurrentRawStream(weights[0].device.index) if weights[0].is_cuda else 0
@@ -76,8 +79,9 @@ def _from_weights(kind: str, make: Callable[..., Scaled], weights: tuple[Tensor,
     key = (kind, stream, *parts)
     known = first.made.get(key)
     if known is not None and all(one is other for one, other in zip(known[1], others, strict=True)):
-        return known[0]
-    made = make(*weights, ready=call.ready)
+        found: _Made = known[0]
+        return found
+    made = make()
     first.made[key] = made, others
     return made
 
@@ -141,21 +145,92 @@ def forget_weights() -> None:
 
 def quantised_weight(weight: Tensor, call: Prepared) -> Scaled:
     """The weight ``[N, K]`` with a scale for each row, any strides."""
-    return _from_weights("rows", _quantised_rows, (weight,), call)
+    return _from_weights("rows", (weight,), call, lambda: _quantised_rows(weight, call.ready))
 
 
-def _quantised_rows(weight: Tensor, ready: dict[Any, Any]) -> Scaled:
-    return quantise_rows(weight, ready=ready) if weight.stride(1) == 1 else quantise_transposed(weight.T, ready=ready)
+def _quantised_rows(
+    weight: Tensor, ready: dict[Any, Any], factors: Tensor | None = None, norms: Tensor | None = None
+) -> Scaled:
+    if weight.stride(1) == 1:
+        return quantise_rows(weight, ready=ready, factors=factors, norms=norms)
+    weights = None if factors is None else factors[None]
+    return quantise_transposed(weight.T, ready=ready, weights=weights, norms=norms)
 
 
 def quantised_transpose(weights: tuple[Tensor, ...], call: Prepared) -> Scaled:
     """The transposes of one or two weights ``[N, K]`` side by side, with a scale for each of the K rows."""
-    return _from_weights("transposed", quantise_transposed, weights, call)
+    return _from_weights("transposed", weights, call, lambda: quantise_transposed(*weights, ready=call.ready))
 
 
-def quantised(x: Tensor, ready: dict[Any, Any]) -> Scaled:
-    """x ``[M, K]`` with a scale for each row, any strides."""
-    return quantise_rows(x if x.stride(1) == 1 else x.contiguous(), ready=ready)
+class FFNWeights(NamedTuple):
+    """The weights of an FFN whose hidden is bounded, with the table of its units: see ``kernels.bounds``.
+
+    Up and gate have words for scales; the numbers of the units are multiplied into down's columns.
+    """
+
+    up: Scaled
+    gate: Scaled | None
+    down: Scaled
+    units: Tensor
+
+
+def ffn_weights(
+    w_up: Tensor, w_gate: Tensor | None, w_down: Tensor, b_up: Tensor | None, b_gate: Tensor | None, call: Prepared
+) -> FFNWeights:
+    """The weights of an FFN with a scale for each row, any strides."""
+
+    def with_norms(weight: Tensor, bias: Tensor | None) -> tuple[Scaled, Tensor, Tensor | None]:
+        norms = weight.new_empty(weight.shape[0], dtype=torch.float32)
+        return _quantised_rows(weight, call.ready, norms=norms), norms, packed(bias)
+
+    def make() -> FFNWeights:
+        up, gate = with_norms(w_up, b_up), None if w_gate is None else with_norms(w_gate, b_gate)
+        units = unit_table(up, gate, call.ready)
+        words = units.view(torch.int32)
+        return FFNWeights(
+            up=Scaled(up[0].values, words[0]),
+            gate=None if gate is None else Scaled(gate[0].values, words[1]),
+            down=_quantised_rows(w_down, call.ready, factors=units[5]),
+            units=units,
+        )
+
+    given = w_up, w_down, w_gate, b_up, b_gate
+    present = [each for each in given if each is not None]
+    return _from_weights(("ffn", *[each is None for each in given]), present, call, make)
+
+
+class FFNTransposes(NamedTuple):
+    """The transposes of an FFN's weights: down's, and those of up and gate side by side, if they were asked for.
+
+    Down's scales are divided by its norms. The ``factors`` ``[1 or 2, N]`` of the units of dZ and dZg are multiplied
+    into the rows of up and gate: see ``kernels.bounds``.
+    """
+
+    down: Scaled
+    up: Scaled | None
+    factors: Tensor
+
+
+def ffn_transposes(
+    w_up: Tensor, w_gate: Tensor | None, w_down: Tensor, units: Tensor, dx: bool, call: Prepared
+) -> FFNTransposes:
+    """The transposes with a scale for each row, any strides; up's and gate's for ``dx``."""
+    first = (w_up,) if w_gate is None else (w_up, w_gate)
+
+    def make() -> FFNTransposes:
+        norms = units.new_empty(units.shape[1])
+        down = quantise_transposed(w_down, ready=call.ready, norms=norms)
+        table = gradient_units(down, norms, units, w_gate is not None, call.ready)
+        factors = table[1:]
+        up = quantise_transposed(*first, ready=call.ready, weights=factors) if dx else None
+        return FFNTransposes(Scaled(down.values, table[0]), up, factors)
+
+    return _from_weights(("ffn transposed", dx), (*first, w_down), call, make)
+
+
+def quantised(x: Tensor, ready: dict[Any, Any], norms: Tensor | None = None) -> Scaled:
+    """x ``[M, K]`` with a scale for each row, any strides; ``norms`` ``[M]`` receives the norms of the rows."""
+    return quantise_rows(x if x.stride(1) == 1 else x.contiguous(), ready=ready, norms=norms)
 
 
 def product(
@@ -180,18 +255,23 @@ def weight_gradients(
     right_scale: Tensor,
     wanted: Sequence[bool],
     pipeline: EpiloguePipeline,
+    dtype: torch.dtype,
     ready: dict[Any, Any],
+    factors: tuple[Tensor | None, Tensor | None] = (None, None),
 ) -> list[Tensor | None]:
     """The wanted parts of ``leftᵀ right``: left ``[M, N · parts]`` side by side, right ``[M, K]`` -> ``[N, K]`` each.
 
-    ``right_scale`` are the scales ``[M]`` with which the rows of ``right`` are quantised.
+    ``right_scale`` are the scales ``[M]`` with which the rows of ``right`` are quantised, or are to be. The columns of
+    left and of right are multiplied by ``factors``, if there are any: ``[parts, N]`` and ``[K]`` in float32.
     """
     right = right if right.stride(1) == 1 else right.contiguous()
-    (values, scale), transposed = transposed_pair(left, right, right_scale, ready)
-    parts = values.chunk(len(wanted))
+    (values, scale), (right_values, one) = transposed_pair(left, right, right_scale, ready)
+    of_left, of_right = factors
+    scales = [scale] * len(wanted) if of_left is None else scale * of_left
+    transposed = Scaled(right_values, one if of_right is None else of_right)
     return [
-        product(Scaled(part, scale), transposed, None, pipeline, right, ready) if wants else None
-        for part, wants in zip(parts, wanted, strict=True)
+        kernels.scaled_product(Scaled(part, of_part), transposed, None, pipeline, dtype, ready) if wants else None
+        for part, of_part, wants in zip(values.chunk(len(wanted)), scales, wanted, strict=True)
     ]
 
 

@@ -313,7 +313,8 @@ class _Float8Linear(_Linear):
             dx = product(dy_values, right, None, pipeline, dy, ready.setdefault("data gradient", {}))
         if not in_8_bits:
             return dx, *self._weight_gradients(call, dy, x, wanted)
-        [dw] = weight_gradients(dy_values, x, x_scale, [True], pipeline, ready.setdefault("weight gradient", {}))
+        named = ready.setdefault("weight gradient", {})
+        [dw] = weight_gradients(dy_values, x, x_scale, [True], pipeline, x.dtype, named)
         return dx, dw, column_sums(dy, COLUMN_SUM_TILES, ready) if wanted[2] else None
 
     def results(self, operands: Tensors, problem: Any, path: str, extras: dict[str, Any], saving: bool) -> Results:

@@ -22,6 +22,8 @@ IN_8_BITS, IN_16_BITS = "float8", "bf16"
 AUTO, ROWWISE, ROWWISE_BF16 = "fp8", "rowwise", "rowwise_with_gw_hp"
 # Rows of operands and results begin at multiples of 16 bytes.
 MULTIPLE = 16
+# Activations that may be larger than what they are of.
+_UNBOUNDED = ("sigmoid", "relu2")
 # The FLOPs of one 16-bit instruction for those of an 8-bit one.
 _RATE = 0.5
 
@@ -57,6 +59,16 @@ class Float8Problem(Problem):
         return _transposes(self.recipe, self.O, self.N)
 
     @property
+    def bounded(self) -> bool:
+        """Whether the hidden is stored in 8 bits by the kernel that computes it, with scales that bound it."""
+        return self.activation not in _UNBOUNDED
+
+    @property
+    def gradients_bounded(self) -> bool:
+        """Whether those of the pre-activations are, too; all who read them must take 8 bits."""
+        return self.bounded and self.up_gradient_in_8_bits and self.down_gradient_in_8_bits
+
+    @property
     def flops_in_16_bits(self) -> int:
         """Of weight gradients."""
         up = 0 if self.up_gradient_in_8_bits else (2 if self.gated else 1) * self.K
@@ -79,11 +91,13 @@ class Float8Problem(Problem):
 
     @property
     def workspace_bytes(self) -> int:
-        """h, x and h in 8 bits; in the backward pass h and the gradients of the pre-activations, these and dy in 8."""
-        parts = 2 if self.gated else 1
-        forward = self.M * (self.N * self.element_bytes + self.K + self.N)
+        """x and h in 8 bits, and h in 16 if it is not bounded; in the backward pass h, the gradients of the
+        pre-activations and dy, with the transposes of some of them."""
+        parts, wide = 2 if self.gated else 1, self.element_bytes
+        forward = self.M * (self.N * (1 if self.bounded else wide + 1) + self.K)
         dy = 2 * self.O if self.down_gradient_in_8_bits else self.O
-        backward = self.M * (self.N * (self.element_bytes * (parts + 1) + parts) + dy)
+        inner = max(parts + 2, 2 * parts) if self.gradients_bounded else wide * (parts + 1) + parts
+        backward = self.M * (self.N * inner + dy + self.K * self.gradients_bounded)
         return backward if self.training else forward
 
     @property
@@ -112,6 +126,8 @@ class Float8LoRAProblem(Float8Problem, LoRAProblem):  # type: ignore[misc]
 
     up_gradient_in_8_bits: ClassVar[bool] = False
     down_gradient_in_8_bits: ClassVar[bool] = False
+    # Adapters read the hidden and the gradients of the pre-activations in 16 bits.
+    bounded: ClassVar[bool] = False
 
     __hash__ = Call.__hash__
 

@@ -14,41 +14,59 @@ E4M3 = torch.float8_e4m3fn
 LARGEST = 448.0
 # Smaller maxima count as this one, so that the inverse of a scale is finite.
 SMALLEST = 2.0**-100
+# Norms of units are limited to this range.
+LEAST_NORM, MOST_NORM = 2.0**-40, 2.0**40
 
 # e4m3 values ``[rows, columns]``, and the float32 scale of each row or one scale for all rows.
 Quantised = tuple[Tensor, Tensor]
 
 
-def quantised_rows(x: Tensor) -> Quantised:
+def quantised_rows(x: Tensor, scale: Tensor | None = None) -> Quantised:
     """x ``[M, K]`` as e4m3 values and the scale of each row: the smallest power of two that is >= max(abs(row)) / 448.
 
-    The scale of a row with NaN or an infinity is NaN or infinity.
+    The scale of a row with NaN or an infinity is NaN or infinity. A ``scale`` that is given is taken.
     """
     x = x.float()
-    largest = x.abs().amax(1)
+    scale = scales_of(x.abs().amax(1)) if scale is None else scale
+    # NaN passes through clamp.
+    return (x / scale[:, None]).clamp(-LARGEST, LARGEST).to(E4M3), scale
+
+
+def scales_of(largest: Tensor) -> Tensor:
+    """The scales of rows with these absolute maxima, or bounds of them."""
     # Divide by a tensor, which is exact: by a Python number torch on a GPU multiplies with the rounded inverse.
     ratio = torch.where(largest < SMALLEST, SMALLEST, largest)
     ratio = ratio / torch.full_like(ratio, LARGEST)
     mantissa, exponent = torch.frexp(ratio)
     power = torch.ldexp(torch.ones_like(ratio), exponent - (mantissa == 0.5).int())
-    scale = torch.where(ratio.isfinite(), power, ratio)
-    # NaN passes through clamp.
-    return (x / scale[:, None]).clamp(-LARGEST, LARGEST).to(E4M3), scale
+    return torch.where(ratio.isfinite(), power, ratio)
 
 
 def transposed_pair(left: Quantised, right: Tensor, right_scale: Tensor) -> tuple[Quantised, Quantised]:
     """Both operands of ``leftᵀ right``, transposed: left ``[M, N]`` -> ``[N, M]``, right ``[M, K]`` -> ``[K, M]``.
 
-    ``right_scale`` ``[M]`` holds the scales of right's rows. The product of both scales of a row, relative to the
-    largest such product, is multiplied into left's values. The largest product then is left's scale, and right's is 1.
+    ``right_scale`` ``[M]`` holds the scales of right's rows; right may be quantised by them before. The product of both
+    scales of a row, relative to the largest such product, is multiplied into left's values. The largest product then is
+    left's scale, and right's is 1.
     """
     values, scale = left
     largest = (scale.double() * right_scale.double()).amax()
     factors = (scale.double() * right_scale.double() / largest).float()
     scaled_left = (values.float() * factors[:, None]).to(E4M3)
-    scaled_right = (right.float() / right_scale[:, None]).clamp(-LARGEST, LARGEST).to(E4M3)
+    scaled_right = right if right.dtype == E4M3 else quantised_rows(right, right_scale)[0]
     one = torch.ones_like(scale[:1])[0]
     return (scaled_left.T.contiguous(), largest.float()), (scaled_right.T.contiguous(), one)
+
+
+def unit_norms(weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """The norms ``[N]`` of the rows of a weight and its bias, as those who divide by them see them: rounded up.
+
+    Their inverses are cut to bfloat16; see ``kernels.bounds``.
+    """
+    norms = torch.linalg.vector_norm(weight.float(), dim=1)
+    norms = norms if bias is None else norms + bias.float().abs()
+    inverse = 1 / norms.clamp(LEAST_NORM, MOST_NORM)
+    return 1 / (inverse.view(torch.int32) & -65536).view(torch.float32)
 
 
 def dequantised(operand: Quantised) -> Tensor:

@@ -125,9 +125,9 @@ def hidden_gradient(
     # First, so that the next kernel finds dy in the L2 cache.
     dy_sums = None if column_sums is None else column_partials(dy, column_sums, made.ready)
     factors: tuple[torch.Tensor | None, ...] = ()
-    scales: tuple[None, ...] = ()
+    no_scales: tuple[None, ...] = ()
     if made.sm90:
-        scales = None, None
+        no_scales = (None,) * 4
         factors = (None, None) if low_rank is None else low_rank.copied(w_down.stride(1) != 1)[:2]
     else:
         if low_rank is not None:
@@ -135,7 +135,7 @@ def hidden_gradient(
         if not tiles.block_inner:
             torch.mm(dy, w_down, out=dz)
     dense = None, None, None, None  # what rows sorted by expert have
-    made.launch((dy, w_down, z, z_gate, dz, d_gate, hidden, *factors, sums, dropout.seed, added, *dense, *scales))
+    made.launch((dy, w_down, z, z_gate, dz, d_gate, hidden, *factors, sums, dropout.seed, added, *dense, *no_scales))
     other: tuple[torch.Tensor, torch.Tensor] | None = None
     db_down = dy_sums
     if dy_sums is not None and dy_sums.dim() == 2:

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 
 from ..dropout import NO_DROPOUT, Dropout
+from ..float8 import E4M3
 from ..hopper import ALIGNMENT, Matrix, Scaled, untransposed
 from ..launching import Launch, prepared
 from ..matmul import sm90
@@ -35,6 +36,8 @@ def scaled_hidden(
     Products of 8-bit values are summed in the tensor core, which keeps about 14 bits of a sum. ``low_rank`` has 16
     bits, and is added to these sums. The rest is as in :func:`hidden`.
 
+    If the scales are words (int32), H is in 8 bits: see ``kernels.bounds``.
+
     Raises ValueError if TMA cannot read an operand or write a result, or if a bias is not contiguous.
     """
 
@@ -55,10 +58,11 @@ def scaled_hidden(
         assert launch is not None, _READABLE
         return launch
 
-    launch = prepared(ready, ("scaled hidden", keep, dtype), prepare)
-    found = x.values.new_empty(x.values.shape[0], w_up.values.shape[0], dtype=dtype)
-    kept = torch.empty_like(found) if keep else None
-    kept_gate = torch.empty_like(found) if keep and w_gate is not None else None
+    in_8_bits = x.scale.dtype == torch.int32
+    launch = prepared(ready, ("scaled hidden", keep, dtype, in_8_bits), prepare)
+    found = x.values.new_empty(x.values.shape[0], w_up.values.shape[0], dtype=E4M3 if in_8_bits else dtype)
+    kept = torch.empty_like(found, dtype=dtype) if keep else None
+    kept_gate = torch.empty_like(found, dtype=dtype) if keep and w_gate is not None else None
     factors = (None, None, None) if added is None else added[:3]
     launch((
         x.values, w_up.values, gate, found, kept, kept_gate, *factors, b_up, b_gate, dropout.seed, None, None, x.scale,
@@ -79,37 +83,48 @@ def scaled_hidden_gradient(
     ready: dict[Any, Any] | None = None,
     low_rank: LowRank | None = None,
     added: torch.Tensor | None = None,
+    bounded: bool = False,
+    units: torch.Tensor | None = None,
+    hidden_rows: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     """(dZ, dZg, H) ``[M, N]`` of Z's dtype, contiguous; dZg with a gate, and H, with dropout, to ``keep_hidden``.
 
     Rows of dy's values ``[M, O]``, and of w_down's, transposed to ``[N, O]``, begin at multiples of 16 bytes. Z and Zg
     ``[M, N]`` are contiguous, and N is a multiple of 8. ``low_rank`` and ``added`` are as in :func:`hidden_gradient`.
 
+    If dZ is ``bounded``, it is in 8 bits with dZg beside it: ``[M, 2 N]``, and None. With ``hidden_rows`` ``[M]``, the
+    inverses of its rows' scales, H is in 8 bits. Both need the words of ``units`` ``[N]``: see ``kernels.bounds``.
+
     Raises ValueError if TMA cannot read an operand or write a result.
     """
 
     product = None if low_rank is None else low_rank.divided(dy.scale, w_down.scale, None, 1).copied(True)
+    rows, columns = z.shape
+    stride = 2 * columns if bounded and z_gate is not None else columns
 
     def prepare() -> Launch:
         left, right, first = scaled_matrix("dy", dy), scaled_matrix("w_down", w_down), scaled_matrix("z", z)
         gate = None if z_gate is None else scaled_matrix("z_gate", z_gate)
         launch = sm90.prepare_hidden_gradient(
-            left, right._replace(transposed=True), first, gate, (z.shape[1], z.shape[1]), keep_hidden, False,
+            left, right._replace(transposed=True), first, gate, (stride, columns), keep_hidden, False,
             Arithmetic.of(arithmetic), pipeline, dropout, product,
         )  # fmt: skip
         assert launch is not None, _READABLE
         return launch
 
-    launch = prepared(ready, ("scaled hidden gradient", keep_hidden), prepare)
-    dz = torch.empty_like(z)
-    d_gate = None if z_gate is None else torch.empty_like(z)
-    hidden = torch.empty_like(z) if keep_hidden else None
+    launch = prepared(ready, ("scaled hidden gradient", keep_hidden, bounded, hidden_rows is None), prepare)
+    both = z.new_empty(rows, stride, dtype=E4M3) if bounded else None
+    if both is None:
+        dz, d_gate = torch.empty_like(z), None if z_gate is None else torch.empty_like(z)
+    else:
+        dz, d_gate = both[:, :columns], None if z_gate is None else both[:, columns:]
+    hidden = torch.empty_like(z, dtype=z.dtype if hidden_rows is None else E4M3) if keep_hidden else None
     factors = (None, None) if product is None else product[:2]
     launch((
         dy.values, w_down.values, z, z_gate, dz, d_gate, hidden, *factors, None, dropout.seed, added, None, None, None,
-        None, dy.scale, w_down.scale,
+        None, dy.scale, w_down.scale, units, hidden_rows,
     ))  # fmt: skip
-    return dz, d_gate, hidden
+    return (dz, d_gate, hidden) if both is None else (both, None, hidden)
 
 
 def scaled_matrix(name: str, operand: torch.Tensor | Scaled) -> Matrix:

@@ -126,7 +126,7 @@ def hidden_gradient(
     tile_columns = ceil_div(columns, TILE.value if on_sm90 else tiles.block_n)
     partials = row_weights.new_empty(tile_columns, rows.capacity) if want_weights else None
     no_low_rank, starts = ((None, None), rows.starts) if on_sm90 else ((), rows.slots)
-    no_scales = (None, None) if on_sm90 else ()
+    no_scales = (None,) * 4 if on_sm90 else ()
     launch((
         dy, w_down, z, g, dz, dg, weighted, *no_low_rank, None, None, None, rows.tile_expert, starts, row_weights,
         partials, *no_scales,

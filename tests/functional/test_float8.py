@@ -108,15 +108,15 @@ def test_whatever_is_frozen(gated: bool, recipe: str, made: Any) -> None:
         y = ffn(alone, precision=recipe)
         forward = made["rows"]
         found = gradients(y, alone, dy)[name]
-        # The hidden alone is torch's, from pre-activations that were rounded.
-        assert sqnr(found, expected) > 40 if name == "w_down" else torch.equal(found, expected), name
+        # w_down alone has a gradient in 16 bits.
+        assert sqnr(found, expected) > 20 if name == "w_down" else torch.equal(found, expected), name
         # The transposed w_down for what goes through the hidden, the other weights for dx alone.
         through = name not in ("w_down", "b_down")
         assert made["transposed"] == through + (name == "x")
-        # dy for what goes through the hidden, dz for dx; and both for products of weight gradients.
-        in_8_bits = recipe == "rowwise" and name.startswith("w_")
-        assert made["pairs"] == in_8_bits
-        assert made["rows"] - forward == (through or in_8_bits) + (name == "x" or (in_8_bits and through))
+        # dy for what goes through the hidden, and dz for dx, if it does not come in 8 bits.
+        in_8_bits = recipe == "rowwise"
+        assert made["pairs"] == (in_8_bits and name in ("w_up", "w_gate"))
+        assert made["rows"] - forward == through + (name == "x" and not in_8_bits)
 
 
 def test_what_is_not_wanted_is_not_saved() -> None:
@@ -184,10 +184,10 @@ def test_weights_are_quantised_once_until_they_change(made: Any) -> None:
         if step == 1:
             with torch.no_grad():
                 given["w_gate"].mul_(2)
-    # x, h, dy and dz, and the weights: up, gate and down in rows, down and (up, gate) transposed.
-    assert counts == [(7, 2), (4, 0), (5, 1), (4, 0)]
-    assert len(float8._kept) == 3
-    one = weakref.ref(next(iter(float8._kept.values())).made.popitem()[1][0].values)
+    # x and dy, and the weights: up, gate and down in rows, down and (up, gate) transposed.
+    assert counts == [(5, 2), (2, 0), (5, 2), (2, 0)]
+    assert len(float8._kept) == 5
+    one = weakref.ref(float8._kept[id(given["w_up"])].made.popitem()[1][0].down.values)
     assert one() is None
     gc.disable()
     del given
@@ -231,8 +231,8 @@ def test_nothing_is_kept_of_a_weight_that_was_just_computed(made: Any) -> None:
     given = operands()
     for _ in range(2):
         ffn(given | {"w_up": given["w_up"] * 2})
-    assert made["rows"] == 2 + 1 + 4
-    assert len(float8._kept) == 1
+    assert made["rows"] == 2 * 3
+    assert not float8._kept
 
 
 def test_nothing_is_kept_of_what_a_graph_used(made: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -264,7 +264,7 @@ def test_calls_without_gradients_see_every_change(made: Any) -> None:
     assert not torch.equal(averaged, trained)
     made.clear()
     assert torch.equal(ffn(given), trained)
-    assert made["rows"] == 2
+    assert made["rows"] == 1
 
 
 def test_checkpoint_gives_the_same_bits() -> None:
@@ -317,7 +317,7 @@ def test_weights_under_autocast_are_quantised_once_until_they_change(made: Any) 
         if step == 1:
             with torch.no_grad():
                 merged.mul_(2)
-    assert counts == [(7, 2), (4, 0), (6, 1), (4, 0)]
+    assert counts == [(5, 2), (2, 0), (5, 2), (2, 0)]
     with torch.autocast("cpu", BFLOAT16), torch.no_grad():
         expected = ffn(given | {"w_up": up.clone(), "w_gate": gate.clone()})
     assert torch.equal(y, expected)

@@ -105,6 +105,26 @@ for rank in (16, 64):
             with compiling_for("sm_90", sm90=True) as reports:
                 kernels.scaled_hidden_gradient(x, w, z, z if gated else None, True, silu, pipeline, **given)
             tell(reports, gated, pipeline, not has, has)
+words = torch.empty(2048, dtype=torch.int32)
+for gated, activation, accuracy in (
+    (False, "gelu", "half"), (False, "gelu_tanh", "coarse"), (True, "silu", "coarse"), (True, "gelu_tanh", "coarse"),
+):
+    how, bias = Arithmetic(activation, accuracy, "ieee"), torch.empty(2048, dtype=torch.bfloat16)
+    x, w = (Scaled(torch.empty(rows, 1024, dtype=torch.float8_e4m3fn), words.new_empty(rows)) for rows in (4096, 2048))
+    dy, down = operand(4096, 1024, True), operand(2048, 1024, True)
+    for keep in (False, True):
+        more, pipeline = (w, bias) if gated else (None, None), EPILOGUE_PIPELINES["scaled_hidden", gated]
+        with compiling_for("sm_90", sm90=True) as reports:
+            kernels.scaled_hidden(x, w, bias, *more, keep, how, pipeline, torch.bfloat16)
+        tell(reports, gated, pipeline, False)
+        pipeline = EPILOGUE_PIPELINES["scaled_hidden_gradient", gated]
+        for bounded in (False, True):
+            with compiling_for("sm_90", sm90=True) as reports:
+                kernels.scaled_hidden_gradient(
+                    dy, down, z, z if gated else None, keep, how, pipeline, bounded=bounded, units=words,
+                    hidden_rows=torch.empty(4096) if keep else None,
+                )
+            tell(reports, gated, pipeline, not bounded)
 """
 
 
@@ -115,7 +135,7 @@ def test_products_of_8_bit_operands(tmp_path: Path) -> None:
     """
     found = compiled(tmp_path, SCALED)
     assert {report["kernel"] for report in found} == {"sm90_hidden", "sm90_epilogue_gradient", "sm90_scaled_product"}
-    assert len(found) == 22 + 12
+    assert len(found) == 22 + 12 + 4 * 6
     for report in found:
         # A mask is drawn, and an addend loaded, where the most values of a tile are alive.
         spilled = DROPPING if report["dropping"] and report["gated"] else 0

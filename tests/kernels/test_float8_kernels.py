@@ -85,6 +85,28 @@ def test_values_and_scales_of_the_transpose(size: tuple[int, int], dtype: torch.
 @kernels
 @needs_kernels
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("size", [*SIZES, (1100, 70)], ids=str)
+def test_factors_and_norms(size: tuple[int, int], dtype: torch.dtype) -> None:
+    """Powers of two, so that again no value is rounded."""
+    x, other = drawn(*size, dtype), drawn(*size, dtype)
+    of_columns = torch.randint(-2, 3, size[1:], device=DEVICE).float().exp2()
+    norms = torch.empty(size[0], device=DEVICE)
+    for factors in (None, of_columns):
+        expected = x.float() if factors is None else x.float() * factors
+        assert_same(quantise_rows(x, factors=factors, norms=norms), expected)
+        assert torch.allclose(norms, expected.norm(dim=1), rtol=1e-5, atol=0)
+    of_rows = torch.randint(-2, 3, (2, size[0]), device=DEVICE).float().exp2()
+    norms = torch.empty(size[1], device=DEVICE)
+    both = torch.cat((x.float() * of_rows[0, :, None], other.float() * of_rows[1, :, None])).T
+    assert_same(quantise_transposed(x, other, weights=of_rows, norms=norms), both)
+    assert torch.allclose(norms, both.norm(dim=1), rtol=1e-5, atol=0)
+    assert_same(quantise_transposed(x, norms=norms), x.T)
+    assert torch.allclose(norms, x.T.float().norm(dim=1), rtol=1e-5, atol=0)
+
+
+@kernels
+@needs_kernels
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("size", [(1, 16, 16), (40, 48, 32), (133, 200, 70), (5000, 16, 24)], ids=str)
 def test_transposes_for_a_weight_gradient(size: tuple[int, int, int], dtype: torch.dtype) -> None:
     """The values of the model, bit for bit; and their product, as the numbers are exact in 8 bits."""
@@ -99,6 +121,11 @@ def test_transposes_for_a_weight_gradient(size: tuple[int, int, int], dtype: tor
             assert torch.equal(values.view(torch.int8), expected.view(torch.int8))
             assert values.stride(0) % 16 == 0
             assert torch.equal(scale, its_scale)
+    # The same of a right operand that is in 8 bits already.
+    again = transposed_pair(left, quantise_rows(x).values, right_scale)
+    assert all(
+        torch.equal(a.values.view(torch.int8), b.values.view(torch.int8)) for a, b in zip(again, found, strict=True)
+    )
     product = dequantised(found[0]).double() @ dequantised(found[1]).double().T
     assert torch.equal(product, dz.double().T @ x.double())
 
@@ -177,17 +204,29 @@ import json
 
 import torch
 from code_generation import compiling_for
+from fusedlayers.kernels import bounds
+from fusedlayers.kernels.column_sums import column_sums
 from fusedlayers.kernels.float8 import Scaled, quantise_rows, quantise_transposed, transposed_pair
+from fusedlayers.kernels.tuning import COLUMN_SUM_TILES
 
 for columns in (1024, 4096, 8192, 14336, 28672):
     for two in (False, True):
         x = torch.empty(8192, columns, dtype=torch.bfloat16)
         with compiling_for("sm_90", sm90=True) as reports:
-            quantise_rows(x, x if two else None)
+            quantise_rows(x, x if two else None, norms=None if two else torch.empty(8192))
             if columns == 4096:
+                norms, units = torch.empty(8192), torch.empty(6, columns)
                 quantise_transposed(x, x if two else None)
+                quantise_transposed(x, x, weights=torch.empty(2, 8192), norms=units[0])
+                quantise_rows(x, factors=units[0])
                 values = torch.empty(8192, 8192, dtype=torch.float8_e4m3fn)
-                transposed_pair(Scaled(values, torch.empty(8192)), x, torch.empty(8192))
+                transposed_pair(Scaled(values, norms), values if two else x, norms)
+                column_sums(values, COLUMN_SUM_TILES, scales=norms)
+                operand = Scaled(values, units[0])
+                bounds.unit_table((operand, units[0], None), (operand, units[0], x[0]) if two else None)
+                bounds.gradient_units(operand, units[0], units, two)
+                bounds.row_table(Scaled(values, norms), norms, two, 1.0)
+                bounds.gradient_rows(Scaled(values, norms), norms, norms if two else None, 1.0)
         for report in reports:
             print(json.dumps(report | {"dtype": "bfloat16", "width": columns, "gated": two}), flush=True)
 """
@@ -197,10 +236,12 @@ for columns in (1024, 4096, 8192, 14336, 28672):
 def test_compiled_without_spills(tmp_path: Path) -> None:
     found = compiled(tmp_path, QUANTISING)
     assert {report["kernel"] for report in found} == {
-        "quantise_rows", "column_maxima", "quantise_transposed", "combine_scales", "transpose",
+        "quantise_rows", "column_maxima", "quantise_transposed", "combine_scales", "transpose", "column_sums",
+        "reduce_partials", "unit_table", "gradient_units", "row_table", "gradient_rows",
     }  # fmt: skip
-    assert len(found) == 22
+    assert len(found) == 44
     for report in found:
         assert report["spill_bytes"] == 0
         assert faults(report) == []
-        assert report["vectors"]
+        # Tables are a few kilobytes.
+        assert report["vectors"] or report["kernel"].endswith(("_table", "_units", "_rows"))

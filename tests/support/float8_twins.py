@@ -26,15 +26,27 @@ LIMITS = planning.Limits(least_width=32, least_flops=(2**15, 2**15), least_reuse
 HOPPER = {"kind": "cuda", "name": "H100", "architecture": "sm_90", "sms": 132, "triton": True, "backend": "sm90"}
 
 
-def quantise_rows(x: Tensor, other: Tensor | None = None, ready: Any = None) -> Scaled:
+def quantise_rows(
+    x: Tensor, other: Tensor | None = None, ready: Any = None, *, factors: Tensor | None = None,
+    norms: Tensor | None = None,
+) -> Scaled:  # fmt: skip
     """As the kernel of that name, but rounding to nearest."""
     assert x.stride(1) == 1
-    return Scaled(*reference.quantised_rows(x if other is None else torch.cat((x, other), 1)))
+    x = x if other is None else torch.cat((x, other), 1)
+    x = x if factors is None else x.float() * factors
+    if norms is not None:
+        torch.linalg.vector_norm(x.float(), dim=1, out=norms)
+    return Scaled(*reference.quantised_rows(x))
 
 
-def quantise_transposed(x: Tensor, other: Tensor | None = None, ready: Any = None) -> Scaled:
+def quantise_transposed(
+    x: Tensor, other: Tensor | None = None, ready: Any = None, *, weights: Tensor | None = None,
+    norms: Tensor | None = None,
+) -> Scaled:  # fmt: skip
     """As the kernel of that name, but rounding to nearest."""
-    return Scaled(*reference.quantised_rows((x if other is None else torch.cat((x, other))).T))
+    given = [each for each in (x, other) if each is not None]
+    given = given if weights is None else [each.float() * weights[i, :, None] for i, each in enumerate(given)]
+    return quantise_rows(torch.cat(given).T.contiguous(), norms=norms)
 
 
 def transposed_pair(left: Scaled, right: Tensor, right_scale: Tensor, ready: Any = None) -> tuple[Scaled, Scaled]:
@@ -42,6 +54,53 @@ def transposed_pair(left: Scaled, right: Tensor, right_scale: Tensor, ready: Any
     assert right.stride(1) == 1
     of_left, of_right = reference.transposed_pair(left, right, right_scale)
     return Scaled(*of_left), Scaled(*of_right)
+
+
+def word(upper: Tensor, lower: Tensor) -> Tensor:
+    """Two numbers as bfloat16, in the bits of one float32."""
+    return torch.stack((lower.bfloat16(), upper.bfloat16()), -1).view(torch.float32)[..., 0]
+
+
+def halves(words: Tensor) -> tuple[Tensor, Tensor]:
+    """What :func:`word` was made of."""
+    return (words & -65536).view(torch.float32), (words << 16).view(torch.float32)
+
+
+def unit_table(up: Any, gate: Any, ready: Any = None) -> Tensor:
+    """As the launcher of that name."""
+    norms = [reference.unit_norms(each[1][:, None], each[2]) for each in (up, gate) if each is not None]
+    other = norms[-1] if len(norms) == 2 else torch.ones_like(norms[0])
+    words = [word(each[0].scale, 1 / norm) for each, norm in zip((up, gate), norms, strict=False)]
+    return torch.stack((words[0], words[-1], norms[0], other, word(1 / norms[0], 1 / other), norms[0] * other))
+
+
+def gradient_units(w_down: Scaled, norms: Tensor, units: Tensor, gated: bool, ready: Any = None) -> Tensor:
+    """As the launcher of that name."""
+    down = reference.unit_norms(norms[:, None])
+    factors = (down * units[3], down * units[2]) if gated else (down,)
+    return torch.stack((w_down.scale / down, *factors))
+
+
+def _row_scales(norms: Tensor, other: Tensor | None, factor: float) -> Tensor:
+    return reference.scales_of(norms * factor * (1 if other is None else other)).clamp(max=2.0**120)
+
+
+def row_table(x: Scaled, norms: Tensor, gated: bool, factor: float, ready: Any = None) -> Tensor:
+    """As the launcher of that name."""
+    scales = _row_scales(norms, norms if gated else None, factor)
+    return torch.stack((word(x.scale, 1 / scales), scales, 1 / scales))
+
+
+def gradient_rows(dy: Scaled, norms: Tensor, x_norms: Tensor | None, factor: float, ready: Any = None) -> Tensor:
+    """As the launcher of that name."""
+    scales = _row_scales(norms, x_norms, factor)
+    return torch.stack((dy.scale / scales, scales))
+
+
+def rounded(values: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
+    """The values times factors of their rows and columns, in 8 bits."""
+    values = values * rows[:, None] * columns
+    return reference.quantised_rows(values, torch.ones_like(rows))[0]
 
 
 def scaled_product(
@@ -66,32 +125,56 @@ def scaled_hidden(
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
     """As the launcher of that name."""
     dropped = {} if dropout is None else {"dropout_p": dropout.p, "seed": dropout.seed}
+    factors: Any = None
+    if x.scale.dtype == torch.int32:
+        given = [each for each in (x, w_up, w_gate) if each is not None]
+        scales, (rows, *columns) = zip(*(halves(each.scale) for each in given), strict=True)
+        x, w_up, *gate = (Scaled(each.values, scale) for each, scale in zip(given, scales, strict=True))
+        w_gate = gate[0] if gate else None
+        factors = rows, columns[0] * columns[-1] if gate else columns[0]
     if low_rank is not None:
         b_up = plus(b_up, low_rank.left, low_rank.right.T)
         if low_rank.other is not None:
             b_gate = plus(b_gate, low_rank.left[:, low_rank.first :], low_rank.other.T)
     made = reference.scaled_hidden(x, w_up, b_up, w_gate, b_gate, activation=arithmetic.activation, **dropped)
-    h, *z = (None if each is None else each.to(dtype) for each in made)
-    assert h is not None
-    return (h, *z) if keep else (h, None, None)
+    z = [None if each is None or not keep else each.to(dtype) for each in made[1:]]
+    return made[0].to(dtype) if factors is None else rounded(made[0], *factors), *z
 
 
 def scaled_hidden_gradient(
     dy: Scaled, w_down: Scaled, z: Tensor, z_gate: Tensor | None, keep_hidden: bool, arithmetic: Any, pipeline: Any,
     dropout: Any = None, ready: Any = None, low_rank: LowRank | None = None, added: Tensor | None = None,
+    bounded: bool = False, units: Tensor | None = None, hidden_rows: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
     """As the launcher of that name."""
     dropped = {} if dropout is None else {"dropout_p": dropout.p, "seed": dropout.seed}
     dropped["added"] = added if low_rank is None else plus(added, low_rank.left, low_rank.right)
-    made = reference.scaled_hidden_gradient(dy, w_down, z, z_gate, activation=arithmetic.activation, **dropped)
-    dz, d_gate, h = (None if each is None else each.to(z.dtype) for each in made)
-    assert dz is not None
-    return dz, d_gate, h if keep_hidden else None
+    dz, d_gate, h = reference.scaled_hidden_gradient(
+        dy, w_down, z, z_gate, activation=arithmetic.activation, **dropped
+    )  # fmt: skip
+    up, gate = (None, None) if units is None else halves(units)
+    if not keep_hidden:
+        hidden = None
+    elif hidden_rows is None:
+        hidden = h.to(z.dtype)
+    else:
+        assert up is not None
+        hidden = rounded(h, hidden_rows, up if z_gate is None else up * gate)
+    if not bounded:
+        return dz.to(z.dtype), None if d_gate is None else d_gate.to(z.dtype), hidden
+    assert up is not None
+    assert gate is not None
+    one = torch.ones(len(z), device=z.device)
+    if d_gate is None:
+        return rounded(dz, one, torch.ones_like(up)), None, hidden
+    return torch.cat((rounded(dz, one, gate), rounded(d_gate, one, up)), 1), None, hidden
 
 
-def column_sums(dy: Tensor, *_: Any) -> Tensor:
+def column_sums(dy: Tensor, tiles: Any, ready: Any = None, scales: Tensor | None = None) -> Tensor:
     """As the launcher of that name."""
-    return dy.sum(0, dtype=torch.float32).to(dy.dtype)
+    if scales is None:
+        return dy.sum(0, dtype=torch.float32).to(dy.dtype)
+    return (dy.float() * scales[:, None]).sum(0)
 
 
 @contextmanager
@@ -114,6 +197,10 @@ def in_8_bits() -> Iterator[Counter[str]]:
             (float8, "quantise_rows", rows),
             (float8, "quantise_transposed", transposed),
             (float8, "transposed_pair", counted("pairs", transposed_pair)),
+            (float8, "unit_table", unit_table),
+            (float8, "gradient_units", gradient_units),
+            (ffn, "row_table", row_table),
+            (ffn, "gradient_rows", gradient_rows),
             (ffn, "quantise_rows", rows),
             (ffn, "column_sums", column_sums),
             # The name in the package is that of the function.

@@ -5,8 +5,9 @@ from __future__ import annotations
 from tests.support.planting import Fault
 from tests.support.planting import fault as _fault
 
-_KERNELS, _WEIGHTS, _FFN = (
+_KERNELS, _BOUNDS, _WEIGHTS, _FFN = (
     "kernels/float8.py",
+    "kernels/bounds.py",
     "fusedlayers/functional/float8.py",
     "fusedlayers/functional/ffn/float8.py",
 )
@@ -24,12 +25,12 @@ FLOAT8: tuple[Fault, ...] = (
     ),
     _fault(
         "scale of one of two transposes", _KERNELS,
-        "largest = partial.amax((0, 1))", "largest = partial[0].amax(0)",
+        "largest = partial[0].amax((0, 1))", "largest = partial[0, 0].amax(0)",
         "kernels/test_float8_kernels values_and_scales_of_the_transpose",
     ),
     _fault(
         "transpose with the scales of other columns", _KERNELS,
-        "_scales(load_vector(largest_ptr, cols, 1, K))", "_scales(load_vector(largest_ptr, cols + 1, 1, K))",
+        "scales_of(load_vector(largest_ptr, cols, 1, K))", "scales_of(load_vector(largest_ptr, cols + 1, 1, K))",
         "kernels/test_float8_kernels values_and_scales_of_the_transpose",
     ),
     _fault(
@@ -39,18 +40,58 @@ FLOAT8: tuple[Fault, ...] = (
     ),
     _fault(
         "scales of a weight gradient applied to both operands", _KERNELS,
-        "_transposed(right, right_scale, ready)", "_transposed(right, factors, ready)",
+        "_transposed(right, right_factors, ready)", "_transposed(right, factors, ready)",
         "kernels/test_float8_kernels transposes_for_a_weight_gradient",
     ),
     _fault(
         "transposed tile at another place", _KERNELS,
-        "factors[:, None])), cols, rows, stride_values", "factors[:, None])), cols, rows ^ 1, stride_values",
+        "tl.trans(x), cols, rows, stride_values", "tl.trans(x), cols, rows ^ 1, stride_values",
         "kernels/test_float8_kernels transposes_for_a_weight_gradient",
     ),
     _fault(
-        "scales of the hidden taken for those of x", _FFN,
-        "return y, (z, z_gate, x_scale, hidden_scale)", "return y, (z, z_gate, x_scale, x_scale)",
+        "scales of the hidden taken for those of x in a weight gradient", _FFN,
+        "x_scale=x_values.scale if", "x_scale=hidden_values.scale if",
         "functional/test_float8 ffn_close_to_float64",
+    ),
+    _fault(
+        "norms of a unit's weights without the bias", _BOUNDS,
+        "norms += tl.abs(load_vector(bias_ptr", "norms += 0 * tl.abs(load_vector(bias_ptr",
+        "kernels/test_bounds units",
+    ),
+    _fault(
+        "bound of a gated row without its second factor", _BOUNDS,
+        "norms if gated else None, table", "None, table",
+        "kernels/test_bounds rows",
+    ),
+    _fault(
+        "units of the gate exchanged with those of up", _BOUNDS,
+        "norms * load_vector(units_ptr + 3 * N", "norms * load_vector(units_ptr + 2 * N",
+        "kernels/test_bounds units",
+    ),
+    _fault(
+        "units not multiplied into the next weight", _WEIGHTS,
+        "_quantised_rows(w_down, call.ready, factors=units[5])", "_quantised_rows(w_down, call.ready)",
+        "functional/test_float8 ffn_close_to_float64",
+    ),
+    _fault(
+        "units not multiplied into the weights of dx", _WEIGHTS,
+        "ready=call.ready, weights=factors)", "ready=call.ready)",
+        "functional/test_float8 ffn_close_to_float64",
+    ),
+    _fault(
+        "units left out of a weight gradient", _FFN,
+        "named, (factors, None)", "named, (None, None)",
+        "functional/test_float8 ffn_close_to_float64",
+    ),
+    _fault(
+        "column factors left out of quantised rows", _KERNELS,
+        "else x.to(tl.float32) * load_vector(factors", "else x.to(tl.float32) + 0 * load_vector(factors",
+        "kernels/test_float8_kernels factors_and_norms",
+    ),
+    _fault(
+        "row weights left out of a quantised transpose", _KERNELS,
+        "else x.to(tl.float32) * load_vector(weights", "else x.to(tl.float32) + 0 * load_vector(weights",
+        "kernels/test_float8_kernels factors_and_norms",
     ),
     _fault(
         "stale quantised weight", _WEIGHTS,
@@ -89,8 +130,8 @@ FLOAT8: tuple[Fault, ...] = (
         "functional/test_float8 nothing_is_kept_of_what_a_graph_used",
     ),
     _fault(
-        "gradients of x from exchanged weights", _FFN,
-        "else (w_up, w_gate), call)", "else (w_gate, w_up), call)",
+        "gradients of x from exchanged weights", _WEIGHTS,
+        "if w_gate is None else (w_up, w_gate)", "if w_gate is None else (w_gate, w_up)",
         "functional/test_float8 ffn_close_to_float64",
     ),
     _fault(

@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -10,11 +9,11 @@ from ... import reference
 from ...kernels.activations import ACTIVATIONS, canonical_activation
 from ...kernels.gemm_gemm import Arithmetic
 from ...planning import Device, Float8Problem, Plan, Problem, recomputing
-from ..custom_ops import Result, Results
+from ..custom_ops import Results
 from ..operation import Operation, Tensors, formula
 from ..precision import Float8, precision_word
 from ..prepared import Prepared
-from . import dropping
+from . import dropping, float8
 from .arguments import check_ffn, check_recompute, checked_dropout, ffn_problem
 from .passes import RESIDUAL, FFNOperation, Float8Operation
 
@@ -188,10 +187,7 @@ class _Float8FFN(Float8Operation, _FFN):
 
     def results(self, operands: Tensors, problem: Any, path: str, extras: dict[str, Any], saving: bool) -> Results:
         results, pre_activations = super().results(operands, problem, path, extras, saving)
-        scales = Result((problem.M,), torch.float32)
-        x_scale = scales if problem.training and problem.up_gradient_in_8_bits else None
-        hidden_scale = scales if problem.training and problem.down_gradient_in_8_bits else None
-        return results, [*pre_activations, x_scale, hidden_scale]
+        return results, [*pre_activations, *float8.saved(problem)]
 
 
 FFN = _FFN(ffn)

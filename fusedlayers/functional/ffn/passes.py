@@ -154,7 +154,7 @@ class Float8Operation(FFNOperation):
     The precision is the last option of both.
     """
 
-    _weights = staticmethod(pick((1, 2, 5)))
+    _weights = staticmethod(pick((1, 2, 3, 5, 6)))
 
     @property
     def plain(self) -> Operation:

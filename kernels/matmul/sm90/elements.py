@@ -12,8 +12,45 @@ LANES = gl.constexpr(DRAWN_LANES)
 class Scales(Resource):
     """Float32 scales of the rows and columns of a product of 8-bit values; none if ``rows_ptr`` is None.
 
-    A single scale for all ``rows`` has a ``ROW_STRIDE`` of 0, one for all columns a ``COLUMN_STRIDE`` of 0.
+    A single scale for all ``rows`` has a ``ROW_STRIDE`` of 0, one for all columns a ``COLUMN_STRIDE`` of 0. If the
+    result is in 8 bits, too, scales are the upper halves of words of 32 bits, as bfloat16, and the lower halves what
+    the result is multiplied by: see ``kernels.bounds``.
     """
+
+
+@gluon.jit
+def upper(word):
+    """The upper half of a word as float32; numbers that are no words stay."""
+    if word.dtype == gl.int32:
+        return (word & -65536).to(gl.float32, bitcast=True)
+    else:
+        return word
+
+
+@gluon.jit
+def lower(word):
+    return (word << 16).to(gl.float32, bitcast=True)
+
+
+@gluon.jit
+def of_rows(ptr, row, M, STRIDE: gl.constexpr, layout: gl.constexpr):
+    """The numbers of a quarter's rows; ``layout`` is the quarter's."""
+    rows = row + gl.arange(0, HALF, gl.SliceLayout(1, layout))
+    return gl.load(ptr + gl.minimum(rows, M - 1) * STRIDE)
+
+
+@gluon.jit
+def of_columns(ptr, column, N, layout: gl.constexpr):
+    """The numbers of a quarter's columns, 0 past N."""
+    cols = column + gl.arange(0, HALF, gl.SliceLayout(0, layout))
+    return gl.load(ptr + cols, cols < N, 0)
+
+
+@gluon.jit
+def in_8_bits(values, factors_of_rows, factors_of_columns):
+    """Part of a tile, times factors of its rows and columns, in e4m3."""
+    values *= gl.expand_dims(factors_of_rows, 1)
+    return (values * gl.expand_dims(factors_of_columns, 0)).to(gl.float8e4nv)
 
 
 @gluon.jit
@@ -35,8 +72,8 @@ def scaled(acc, row, column, scales, columns_ptr, bias_ptr, first, N):
     cols += first + column
     of_rows = gl.load(scales.rows_ptr + gl.minimum(rows, scales.rows - 1) * scales.ROW_STRIDE)
     # Masked, not clamped: each clamped column would need an address of its own, in two registers.
-    of_columns = gl.load(columns_ptr + cols * scales.COLUMN_STRIDE, inside, 0.0)
-    acc = acc * gl.expand_dims(of_rows, 1) * gl.expand_dims(of_columns, 0)
+    of_columns = gl.load(columns_ptr + cols * scales.COLUMN_STRIDE, inside, 0)
+    acc = acc * gl.expand_dims(upper(of_rows), 1) * gl.expand_dims(upper(of_columns), 0)
     if bias_ptr is not None:
         acc += gl.expand_dims(gl.load(bias_ptr + cols, inside, 0.0).to(gl.float32), 0)
     return acc

@@ -7,10 +7,22 @@ from ...launching import Launch
 from ...tuning import EpiloguePipeline
 from ..arithmetic import Arithmetic
 from ..low_rank import LowRank, low_rank_copies
-from .elements import Scales, bias_of_columns, biases_of_halves, draw, dropped, scaled, zeros
+from .elements import (
+    Scales,
+    bias_of_columns,
+    biases_of_halves,
+    draw,
+    dropped,
+    in_8_bits,
+    lower,
+    of_columns,
+    of_rows,
+    scaled,
+    zeros,
+)
 from .loading import Term, load_tiles
 from .pingpong import columns_at_once, pingpong_ring, store_tiles
-from .ring import HALF, TILE, Stages, column_halves, make_staging, tma_store, with_low_rank
+from .ring import HALF, TILE, Stages, column_halves, make_staging, staging_of, tma_store, with_low_rank
 from .roles import warp_specialize
 from .schedules import make_schedule
 
@@ -51,7 +63,13 @@ def _activate(consumer: gl.constexpr, z, z_gate, row, column, expert, given, sto
     hidden, _, _ = limited_hidden_and_slopes(z, z_gate, given.limits, GATED, ARITHMETIC)
     if given.dropout.seed_ptr is not None:
         hidden = dropped(hidden, draw(given.dropout, row, column, layout), given.dropout)
-    return tma_store(consumer, given.hidden, row, column, hidden * UNIT, given.staging, stored)
+    hidden *= UNIT
+    if given.hidden.dtype == gl.float8e4nv:
+        columns = lower(of_columns(scales.columns_ptr, column, given.N, layout))
+        if GATED:
+            columns *= lower(of_columns(scales.gate_ptr, column, given.N, layout))
+        hidden = in_8_bits(hidden, lower(of_rows(scales.rows_ptr, row, scales.rows, 1, layout)), columns)
+    return tma_store(consumer, given.hidden, row, column, hidden, staging_of(given.hidden, given.staging), stored)
 
 
 @gluon.jit
@@ -87,6 +105,7 @@ def _sm90_hidden_kernel(
     )  # fmt: skip
     ring = pingpong_ring(x_desc, up_desc, RIGHT_TRANSPOSED, STEP, STAGES.stages)
     ring = with_low_rank(ring, u_desc, b_desc, rank, STAGES.low_rank_columns)
+    widest = hidden_desc if z_desc is None else z_desc
     given = _Hidden(
         hidden=hidden_desc, z=z_desc, z_gate=gate_desc, up_bias_ptr=up_bias_ptr, gate_bias_ptr=gate_bias_ptr, N=N,
         scales=Scales(
@@ -94,7 +113,7 @@ def _sm90_hidden_kernel(
             ROW_STRIDE=SCALE_STRIDES[0], COLUMN_STRIDE=SCALE_STRIDES[1],
         ),
         dropout=DropoutNumbers(seed_ptr, *dropout),
-        limits=limits, staging=make_staging(hidden_desc, STAGES.slots), GATED=GATED, ARITHMETIC=ARITHMETIC,
+        limits=limits, staging=make_staging(widest, STAGES.slots), GATED=GATED, ARITHMETIC=ARITHMETIC,
     )  # fmt: skip
     x_term = Term(left=x_desc, right=up_desc, other=w_gate_desc, inner=inner, first=0)
     low_rank = Term(left=u_desc, right=b_desc, other=b_gate_desc, inner=rank, first=gate_first)
@@ -122,6 +141,7 @@ def prepare_hidden(
 
     Its tensors are x, up, gate, hidden, Z, Zg, the three of ``LowRank.copied``, the biases of up and of the gate, the
     dropout's seed, the expert of each row of tiles, the first row of each expert, and the scales of x, up and the gate.
+    A hidden in 8 bits needs words of all scales.
     With ``experts``, rows are sorted by expert, and both weights stack those of all experts. If ``width`` is given,
     results have that many columns in memory.
     """

@@ -14,10 +14,21 @@ from ...tiles import only_before
 from ...tuning import EpiloguePipeline
 from ..arithmetic import Arithmetic
 from ..low_rank import LowRank, low_rank_copies
-from .elements import Scales, draw, dropped, scaled, zeros
+from .elements import Scales, draw, dropped, in_8_bits, lower, of_columns, of_rows, scaled, upper, zeros
 from .loading import Term, load_tiles
 from .pingpong import columns_at_once, mma_tiles, pingpong_ring
-from .ring import HALF, TILE, Stages, column_halves, make_barriers, make_staging, stage_of, tma_store, with_low_rank
+from .ring import (
+    HALF,
+    TILE,
+    Stages,
+    column_halves,
+    make_barriers,
+    make_staging,
+    stage_of,
+    staging_of,
+    tma_store,
+    with_low_rank,
+)
 from .roles import warp_specialize
 from .schedules import make_schedule, tile_at, tile_count
 
@@ -38,8 +49,8 @@ class _Quarters(Resource):
 
 
 @resources(
-    "dz d_gate hidden sums_ptr added_ptr weights_ptr weight_sums_ptr M N scales dropout limits quarters staging GATED "
-    "ARITHMETIC BITS VARIANT"
+    "dz d_gate hidden sums_ptr added_ptr weights_ptr weight_sums_ptr M N scales units_ptr hidden_rows_ptr dropout "
+    "limits quarters staging GATED ARITHMETIC BITS VARIANT"
 )
 class _Gradient(Resource):
     """What the epilogue reads and writes besides the product; ``weights_ptr``: routing weights of sorted rows."""
@@ -138,6 +149,10 @@ def _store_quarter(
     PARTS: gl.constexpr = 2 if GATED else 1
     # Compute and round both gradients before storing them: in float32 they would take too many registers meanwhile.
     BOTH_FIRST: gl.constexpr = GATED and given.sums_ptr is None
+    NARROW: gl.constexpr = given.dz.dtype == gl.float8e4nv
+    units = 0
+    if given.units_ptr is not None:
+        units = of_columns(given.units_ptr, column, given.N, layout)
     if given.scales.rows_ptr is not None:
         d_hidden = scaled(d_hidden, row, column, given.scales, given.scales.columns_ptr, None, 0, given.N)
         if given.added_ptr is not None:
@@ -162,7 +177,11 @@ def _store_quarter(
         d_hidden *= weights
     if BOTH_FIRST:
         dz = d_hidden * slope * UNIT
+        if NARROW:
+            dz *= gl.expand_dims(lower(units), 0)
         d_gate = through_activation(d_hidden, gate_slope, z_gate, ARITHMETIC) * UNIT
+        if NARROW:
+            d_gate *= gl.expand_dims(upper(units), 0)
         if WEIGHTED:
             # Padding, whose routing weight is 0, must give 0: 0 times an infinite weight of the layer is NaN.
             dz, d_gate = gl.where(weights != 0, dz, 0.0), gl.where(weights != 0, d_gate, 0.0)
@@ -173,7 +192,12 @@ def _store_quarter(
     if given.hidden is not None:
         if given.dropout.seed_ptr is not None:
             hidden = dropped(hidden, kept, given.dropout)
-        stored = tma_store(consumer, given.hidden, row, column, hidden * UNIT, given.staging, stored)
+        hidden *= UNIT
+        if given.hidden_rows_ptr is not None:
+            columns = upper(units) * lower(units) if GATED else upper(units)
+            hidden = in_8_bits(hidden, of_rows(given.hidden_rows_ptr, row, given.M, 1, layout), columns)
+        staging = staging_of(given.hidden, given.staging)
+        stored = tma_store(consumer, given.hidden, row, column, hidden, staging, stored)
         _release(consumer, given.quarters, position, PARTS)
     if not BOTH_FIRST:
         if GATED:
@@ -281,8 +305,8 @@ def _consume(consumer: gl.constexpr, ring, schedule, steps, given):
 @gluon.jit(do_not_specialize=["experts", "tile_rows", "group", "M", "dropout", "limits"])
 def _sm90_epilogue_gradient_kernel(
     dy_desc, down_desc, z_desc, gate_desc, dz_desc, d_gate_desc, hidden_desc, v_desc, a_desc, sums_ptr, seed_ptr,
-    added_ptr, tile_expert_ptr, starts_ptr, weights_ptr, weight_sums_ptr, dy_scale_ptr, down_scale_ptr, inner, N,
-    tile_columns, whole, rank, experts, tile_rows, group, M, dropout, limits,
+    added_ptr, tile_expert_ptr, starts_ptr, weights_ptr, weight_sums_ptr, dy_scale_ptr, down_scale_ptr, units_ptr,
+    hidden_rows_ptr, inner, N, tile_columns, whole, rank, experts, tile_rows, group, M, dropout, limits,
     VARIANT: gl.constexpr, STAGES: gl.constexpr, ARITHMETIC: gl.constexpr,
 ):  # fmt: skip
     STEP: gl.constexpr = STAGES.step
@@ -304,7 +328,8 @@ def _sm90_epilogue_gradient_kernel(
             rows_ptr=dy_scale_ptr, columns_ptr=down_scale_ptr, gate_ptr=None, rows=M, ROW_STRIDE=ROW_STRIDE,
             COLUMN_STRIDE=COLUMN_STRIDE,
         ),
-        dropout=DropoutNumbers(seed_ptr, *dropout), limits=limits, quarters=quarters,
+        units_ptr=units_ptr, hidden_rows_ptr=hidden_rows_ptr, dropout=DropoutNumbers(seed_ptr, *dropout),
+        limits=limits, quarters=quarters,
         staging=make_staging(dz_desc, STAGES.slots), GATED=gate_desc is not None,
         ARITHMETIC=ARITHMETIC, BITS=BITS, VARIANT=VARIANT,
     )  # fmt: skip
@@ -340,7 +365,8 @@ def prepare_hidden_gradient(
     Its tensors are dy, down, Z, Zg, dZ, dZg, hidden, the first two of ``LowRank.copied``, the sums
     ``[bands, parts × N]``, the dropout's seed, the addend of dH, contiguous; the expert of each row of tiles, the first
     row of each expert, the routing weights ``[M]`` in float32, and the sums for their gradients, ``[columns of tiles,
-    M]``; and the scales of dy and of down.
+    M]``; the scales of dy and of down, and for results in 8 bits the word of each unit's inverses, and for a hidden the
+    inverses of the scales of its rows: see ``kernels.bounds``.
     """
     tile, half = TILE.value, HALF.value
     rows, columns = z.rows, z.columns

@@ -47,9 +47,12 @@ class OperandRing(Resource):
     """
 
 
-@resources("buffers SLOTS")
+@resources("buffers SLOTS APART")
 class Staging(Resource):
-    """Staging buffers in shared memory for TMA stores of results, ``SLOTS`` for each consumer."""
+    """Staging buffers in shared memory for TMA stores of results, ``SLOTS`` for each consumer, ``APART`` from the next.
+
+    Buffers may be used for values of fewer bits, of which ``APART`` fit into one.
+    """
 
 
 @gluon.jit
@@ -168,7 +171,20 @@ def with_low_rank(ring, left_desc, right_desc, rank, COLUMNS: gl.constexpr):
 
 @gluon.jit
 def make_staging(desc, SLOTS: gl.constexpr):
-    return Staging(buffers=gl.allocate_shared_memory(desc.dtype, [2 * SLOTS, HALF, HALF], desc.layout), SLOTS=SLOTS)
+    buffers = gl.allocate_shared_memory(desc.dtype, [2 * SLOTS, HALF, HALF], desc.layout)
+    return Staging(buffers=buffers, SLOTS=SLOTS, APART=1)
+
+
+@gluon.jit
+def staging_of(desc, staging):
+    """The same buffers for another matrix, which may have fewer bits."""
+    if desc.dtype == staging.buffers.dtype:
+        return staging
+    else:
+        APART: gl.constexpr = staging.buffers.dtype.primitive_bitwidth // desc.dtype.primitive_bitwidth
+        SHAPE: gl.constexpr = [2 * staging.SLOTS * APART, HALF, HALF]
+        buffers = reinterpret(staging.buffers, desc.dtype, SHAPE, desc.layout)
+        return Staging(buffers=buffers, SLOTS=staging.SLOTS, APART=APART)
 
 
 @gluon.jit
@@ -185,7 +201,7 @@ def tma_store(consumer: gl.constexpr, desc, row, column, values, staging, stored
     """Start the TMA store of a part of a tile from a staging buffer of this consumer; return the number of stores."""
     # At most SLOTS - 1 stores stay pending, so the one that used this buffer has read it.
     tma.store_wait(staging.SLOTS - 1)
-    buffer = staging.buffers.index(consumer * staging.SLOTS + stored % staging.SLOTS)
+    buffer = staging.buffers.index((consumer * staging.SLOTS + stored % staging.SLOTS) * staging.APART)
     buffer.store(values.to(buffer.dtype))
     fence_async_shared()
     copy_out(desc, [row, column], buffer)

@@ -1,0 +1,206 @@
+"""Scales of results in 8 bits that are known before the product: bounds by the norms of its operands.
+
+An element of a product is at most the product of two norms (Cauchy-Schwarz): ``|x_i · w_j| <= ‖x_i‖ ‖w_j‖``, and with
+a bias ``|z_ij| <= (‖x_i‖ + 1) (‖w_j‖ + |b_j|)``. If ``|act(z)| <= |z|`` and slopes are at most 1.13, as those of most
+activations are, then the hidden of an FFN and the gradients of its pre-activations are bounded by a number for their
+row times one for their unit, a column of theirs. The kernel that computes an element divides it by both and stores it
+in 8 bits at once. No second pass looks for maxima, nothing is kept from step to step, and nothing saturates, but for
+the rounding of operands where x_i and w_j are parallel. The number of a row is its scale in 8 bits, a power of two;
+that of a unit is multiplied into the weights of the next product before they are quantised.
+
+A bound is larger than the maximum, for random directions by about ``√K / 4``, and in a gated hidden by the square of
+that. e4m3 has the same precision over 15 binary orders of magnitude, so this costs next to nothing up to 8192 columns.
+Where an element is far below its bound because x_i and w_j are nearly orthogonal, the rounding of x_i has spoiled it
+before.
+
+Kernels read several numbers of a row or a unit at once: two of 16 bits in a *word* of 32, both as bfloat16, which holds
+any power of two. Here tables have a row for each kind of number:
+
+- of units ``[6, N]``: the words of up and of gate (the scale of a row of weights, and the inverse of ``‖w_j‖``), both
+  norms, the word of both inverses, and the product of both norms; without a gate that of up alone.
+- of rows ``[3, M]``: words (the scale of a row of x, and the inverse of the scale of that row of the hidden), and the
+  scales of the hidden's rows with their inverses.
+"""
+
+from typing import Any
+
+import torch
+
+from .device import tl, triton
+from .float8 import scales_of
+from .hopper import Scaled
+from .launching import Launch, ceil_div, prepared
+from .tiles import load_vector
+
+# At least the largest slope of any activation that is bounded.
+MOST_SLOPE = 1.13
+# Norms of units are limited to this range, so that no product with them leaves that of float32.
+_LEAST, _MOST = tl.constexpr(2.0**-40), tl.constexpr(2.0**40)
+# A bound may be larger than any float32, though no number that it bounds is.
+_MOST_SCALE = tl.constexpr(2.0**120)
+_BLOCK = 256
+
+
+@triton.jit
+def _inverse(x):
+    return tl.div_rn(tl.zeros_like(x) + 1.0, x)
+
+
+@triton.jit
+def _word(high, low):
+    """Two float32 numbers, cut to bfloat16, in 32 bits."""
+    high = high.to(tl.int32, bitcast=True) & -65536
+    low = (low.to(tl.int32, bitcast=True) >> 16) & 65535
+    return (high | low).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _cut(x):
+    """x, cut to bfloat16."""
+    return (x.to(tl.int32, bitcast=True) & -65536).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _inverse_norms(norms_ptr, bias_ptr, cols, N):
+    """The inverses of norms that include a bias, cut to bfloat16: the norms are rounded up."""
+    norms = load_vector(norms_ptr, cols, 1, N)
+    if bias_ptr is not None:
+        norms += tl.abs(load_vector(bias_ptr, cols, 1, N).to(tl.float32))
+    # Not tl.minimum and tl.maximum, which drop NaN.
+    norms = tl.where(norms < _LEAST, _LEAST, norms)
+    return _cut(_inverse(tl.where(norms > _MOST, _MOST, norms)))
+
+
+@triton.jit
+def _unit_table_kernel(
+    up_norms_ptr, up_scale_ptr, up_bias_ptr, gate_norms_ptr, gate_scale_ptr, gate_bias_ptr, table_ptr, N,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    cols = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = cols < N
+    up = _inverse_norms(up_norms_ptr, up_bias_ptr, cols, N)
+    tl.store(table_ptr + cols, _word(load_vector(up_scale_ptr, cols, 1, N), up), mask=inside)
+    tl.store(table_ptr + 2 * N + cols, _inverse(up), mask=inside)
+    gate = tl.zeros_like(up) + 1.0
+    if gate_norms_ptr is not None:
+        gate = _inverse_norms(gate_norms_ptr, gate_bias_ptr, cols, N)
+        tl.store(table_ptr + N + cols, _word(load_vector(gate_scale_ptr, cols, 1, N), gate), mask=inside)
+        tl.store(table_ptr + 3 * N + cols, _inverse(gate), mask=inside)
+    tl.store(table_ptr + 4 * N + cols, _word(up, gate), mask=inside)
+    tl.store(table_ptr + 5 * N + cols, _inverse(up) * _inverse(gate), mask=inside)
+
+
+@triton.jit
+def _gradient_units_kernel(
+    down_norms_ptr, down_scale_ptr, units_ptr, table_ptr, N, GATED: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    cols = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = cols < N
+    inverse = _inverse_norms(down_norms_ptr, None, cols, N)
+    norms = _inverse(inverse)
+    tl.store(table_ptr + cols, load_vector(down_scale_ptr, cols, 1, N) * inverse, mask=inside)
+    if GATED:
+        tl.store(table_ptr + N + cols, norms * load_vector(units_ptr + 3 * N, cols, 1, N), mask=inside)
+        tl.store(table_ptr + 2 * N + cols, norms * load_vector(units_ptr + 2 * N, cols, 1, N), mask=inside)
+    else:
+        tl.store(table_ptr + N + cols, norms, mask=inside)
+
+
+@triton.jit
+def _bounding_scales(norms_ptr, other_ptr, factor, rows, M):
+    bound = load_vector(norms_ptr, rows, 1, M) * factor
+    if other_ptr is not None:
+        bound *= load_vector(other_ptr, rows, 1, M)
+    scale, _ = scales_of(bound)
+    return tl.where(scale > _MOST_SCALE, _MOST_SCALE, scale)
+
+
+@triton.jit(do_not_specialize=["M", "factor"])
+def _row_table_kernel(scale_ptr, norms_ptr, other_ptr, table_ptr, M, factor, BLOCK: tl.constexpr):
+    rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    scale = _bounding_scales(norms_ptr, other_ptr, factor, rows, M)
+    inverse = _inverse(scale)
+    tl.store(table_ptr + rows, _word(load_vector(scale_ptr, rows, 1, M), inverse), mask=rows < M)
+    tl.store(table_ptr + M + rows, scale, mask=rows < M)
+    tl.store(table_ptr + 2 * M + rows, inverse, mask=rows < M)
+
+
+@triton.jit(do_not_specialize=["M", "factor"])
+def _gradient_rows_kernel(scale_ptr, norms_ptr, other_ptr, table_ptr, M, factor, BLOCK: tl.constexpr):
+    rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    scale = _bounding_scales(norms_ptr, other_ptr, factor, rows, M)
+    tl.store(table_ptr + rows, load_vector(scale_ptr, rows, 1, M) * _inverse(scale), mask=rows < M)
+    tl.store(table_ptr + M + rows, scale, mask=rows < M)
+
+
+def unit_table(
+    up: tuple[Scaled, torch.Tensor, torch.Tensor | None],
+    gate: tuple[Scaled, torch.Tensor, torch.Tensor | None] | None,
+    ready: dict[Any, Any] | None = None,
+) -> torch.Tensor:
+    """The table of units. Of w_up, and of w_gate if there is one: 8-bit values, norms of rows ``[N]``, and any bias."""
+    (values, scale), norms, bias = up
+    columns = values.shape[0]
+    table = scale.new_empty(6, columns)
+    other = (None, None, None) if gate is None else (gate[1], gate[0].scale, gate[2])
+    absent = bias is None, gate is None, gate is None or gate[2] is None
+    launch = _prepared(ready, ("unit table", columns, absent), _unit_table_kernel, columns, (columns,), ())
+    launch((norms, scale, bias, *other, table))
+    return table
+
+
+def gradient_units(
+    w_down: Scaled, norms: torch.Tensor, units: torch.Tensor, gated: bool, ready: dict[Any, Any] | None = None
+) -> torch.Tensor:
+    """``[2 or 3, N]``: the scales of w_down's columns, and the numbers of the units of dZ, and with a gate of dZg.
+
+    ``w_down`` is transposed, in 8 bits, with the norms ``[N]`` of its rows; ``units`` is the table of units. The scales
+    are divided by the norms.
+    """
+    columns = norms.shape[0]
+    table = norms.new_empty(3 if gated else 2, columns)
+    name = "gradient units", columns, gated
+    launch = _prepared(ready, name, _gradient_units_kernel, columns, (columns,), (), (gated,))
+    launch((norms, w_down.scale, units, table))
+    return table
+
+
+def row_table(
+    x: Scaled, norms: torch.Tensor, gated: bool, factor: float, ready: dict[Any, Any] | None = None
+) -> torch.Tensor:
+    """The table of the hidden's rows, which are at most ``factor`` times those of x ``[M, K]``, with these norms."""
+    rows = norms.shape[0]
+    table = norms.new_empty(3, rows)
+    launch = _prepared(ready, ("row table", rows, gated, factor), _row_table_kernel, rows, (), (rows, factor))
+    launch((x.scale, norms, norms if gated else None, table))
+    return table
+
+
+def gradient_rows(
+    dy: Scaled, norms: torch.Tensor, x_norms: torch.Tensor | None, factor: float, ready: dict[Any, Any] | None = None
+) -> torch.Tensor:
+    """``[2, M]``: the scales of dy's rows divided by those of the rows of dZ, and the latter.
+
+    ``norms`` ``[M]`` are dy's, and ``x_norms`` with a gate those of x. dZ is at most ``factor`` times their product.
+    """
+    rows = norms.shape[0]
+    table = norms.new_empty(2, rows)
+    name = "gradient rows", rows, x_norms is None, factor
+    launch = _prepared(ready, name, _gradient_rows_kernel, rows, (), (rows, factor))
+    launch((dy.scale, norms, x_norms, table))
+    return table
+
+
+def _prepared(
+    ready: dict[Any, Any] | None,
+    name: object,
+    kernel: Any,
+    size: int,
+    numbers: tuple[Any, ...],
+    free_numbers: tuple[Any, ...],
+    constants: tuple[Any, ...] = (),
+) -> Launch:
+    def prepare() -> Launch:
+        return Launch(kernel, ceil_div(size, _BLOCK), numbers, free_numbers, (*constants, _BLOCK), 4)
+
+    return prepared(ready, name, prepare)

@@ -1,0 +1,87 @@
+"""Tables of scales that bound results in 8 bits: the numbers of the model, whose kernels are tested on a GPU."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from fusedlayers.kernels import bounds
+from fusedlayers.kernels.activations import ACTIVATIONS
+from fusedlayers.kernels.hopper import Scaled
+from fusedlayers.planning.float8 import _UNBOUNDED
+from tests.support import float8_twins as twins
+from tests.support.operands import DEVICE, needs_kernels
+
+pytestmark = needs_kernels
+SIZES = [1, 300, 1024]
+
+
+def powers(size: int) -> Tensor:
+    return torch.randint(-5, 6, (size,), device=DEVICE).float().exp2()
+
+
+def operand(size: int, bias: bool) -> tuple[Scaled, Tensor, Tensor | None]:
+    """Of ``size`` rows: 8-bit values, which tables do not read, with scales; norms, one of them 0; and a bias."""
+    norms = torch.rand(size, device=DEVICE)
+    norms[0] = 0
+    given = torch.randn(size, device=DEVICE).half() if bias else None
+    return Scaled(torch.zeros(size, 16, device=DEVICE), powers(size)), norms, given
+
+
+def bits(table: Tensor) -> Tensor:
+    return table.view(torch.int32)
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("gate", [None, False, True], ids=["plain", "gated", "bias"])
+def test_units(size: int, gate: bool | None) -> None:
+    up, other = operand(size, bias=gate is not False), None if gate is None else operand(size, bias=gate)
+    found, expected = bounds.unit_table(up, other), twins.unit_table(up, other)
+    rows = (0, 2, 4, 5) if gate is None else range(6)
+    for row in rows:
+        assert torch.equal(bits(found)[row], bits(expected)[row])
+    norms = up[1] if up[2] is None else up[1] + up[2].abs()
+    assert (found[2] >= norms).all(), "a bound is not rounded down"
+    assert (found[2] <= norms.clamp(min=2.0**-40) * (1 + 2.0**-7)).all()
+    down, norms, _ = operand(size, bias=False)
+    gated = other is not None
+    found, expected = (
+        each.gradient_units(down, norms, expected, gated) for each in (bounds, twins)
+    )  # fmt: skip
+    assert torch.allclose(found, expected, rtol=2e-7, atol=0)
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
+def test_rows(size: int, gated: bool) -> None:
+    x, norms, _ = operand(size, bias=False)
+    norms *= 1000
+    found, expected = (each.row_table(x, norms, gated, 1 / 0.9) for each in (bounds, twins))
+    assert torch.equal(bits(found), bits(expected))
+    bound = norms * (norms if gated else 1) / 0.9
+    assert (found[1] * 448 >= bound).all()
+    assert (found[1] * 224 <= bound.clamp(min=2.0**-92)).all()
+    found, expected = (each.gradient_rows(x, norms, norms if gated else None, 1.13) for each in (bounds, twins))
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.gpu
+def test_bounds_that_no_float_holds() -> None:
+    x = Scaled(torch.zeros(3, 16, device=DEVICE), torch.ones(3, device=DEVICE))
+    norms = torch.tensor([1e30, math.inf, math.nan], device=DEVICE)
+    scales = bounds.row_table(x, norms, True, 1.0)[1]
+    # 448 of these reach beyond float32. Rows that are not finite are NaN already, whatever they are divided by.
+    assert scales[0] == 2.0**120
+
+
+@pytest.mark.parametrize("name", sorted(set(ACTIVATIONS) - set(_UNBOUNDED)))
+def test_bounded_activations_are_bounded(name: str) -> None:
+    """By the absolute value of what they are of, and their slopes by ``MOST_SLOPE``."""
+    z = torch.linspace(-30, 30, 200_001, dtype=torch.float64).requires_grad_()
+    value = ACTIVATIONS[name].torch(z)
+    [slope] = torch.autograd.grad(value.sum(), z)
+    assert (value.abs() <= z.abs() * (1 + 1e-12)).all()
+    assert (slope.abs() <= bounds.MOST_SLOPE).all()
