@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import re
 import sys
 from collections.abc import Callable
@@ -27,23 +26,18 @@ from train_examples.tables import table
 from . import drawn, float8, host_tables, layer_tables, step_tables
 from .endings import over_torch
 from .plots import bars, figure_class
-from .step_models import FP8, LIGER, LIGER_AUTO, NORM, TORCH
+from .step_models import FP8, NORM
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 PICTURE = ROOT / "docs" / "pictures" / "whole-models.png"
 # One for each of the ways: torch's are grey, ours blue and green, darker where compiled.
-_COLOURS = ("#b0b0b0", "#4c4c4c", "#cc79a7", "#9ecae1", "#74c476", "#d55e00", "#0072b2", "#00704a")
-# The lines of the first page's table: wide and narrow models, large logits, experts, and one whose host sets the pace.
-_SIX_MODELS = ("llama-2048", "phi3-3072", "qwen2-896", "gpt2-768", "mixtral-1024", "llama-512")
-# Its columns: contender, mode and heading. Those of the picture are step_tables.WAYS.
-_SIX_WAYS = (
-    (TORCH, "eager", "torch"),
-    (TORCH, "compile", "torch, compiled"),
-    (LIGER, "eager", "Liger"),
-    (NORM, "eager", "fusedlayers"),
-    (LIGER_AUTO, "eager", "fusedlayers and Liger"),
-    (NORM, "compile", "fusedlayers, compiled"),
+_COLOURS = dict(
+    zip(
+        [heading for *_, heading in step_tables.WAYS],
+        ("#b0b0b0", "#4c4c4c", "#cc79a7", "#9ecae1", "#d55e00", "#0072b2", "#00704a"),
+        strict=True,
+    )
 )
 _MARKED = re.compile(r"(<!-- table: (.+?) -->\n).*?(<!-- end of the table -->\n)", re.DOTALL)
 _OTHER_TRITON = r"(?:-triton-[\d.]+)?"
@@ -126,34 +120,26 @@ def _compiled_runs() -> list[tuple[str, dict[str, Any], dict[str, Any]]]:
 
 def _steps() -> Any:
     """The record of whole steps that the first page shows."""
-    return _most_complete("whole steps", _cells_with_times)
+    return _most_complete("whole steps", _shown_cells)
 
 
-def _cells_with_times(found: Any) -> int:
+def _shown_cells(found: Any) -> int:
     return sum(cell != tables.NONE for line in step_tables.overview(found).rows for cell in line)
 
 
 def _training_steps() -> str:
-    """One line for each of :data:`_SIX_MODELS`, a column for each of :data:`_SIX_WAYS`; the fastest is bold."""
+    """The table of the first page, and how it was measured."""
     found = _steps()
-    rows = {(row["grid"], row["direction"]): row for row in tables.timed_rows(found)}
-    lines = []
-    for model in _SIX_MODELS:
-        cells: list[tuple[float, int | None]] = []
-        for name, mode, _ in _SIX_WAYS:
-            row = rows[model, mode]
-            cells.append((tables.median(row, name, "launched") or math.inf, step_tables.peak(row, name)))
-        least = min(time for time, _ in cells)
-        lines.append((rows[model, "eager"]["title"], *(_cell(time, size, time == least) for time, size in cells)))
-    tokens = " or ".join(f"{count:,}" for count in sorted({rows[model, "eager"]["shape"][0] for model in _SIX_MODELS}))
-    headings = (f"ms / GiB on one {step_tables.card(found)}", *(heading for *_, heading in _SIX_WAYS))
+    shown = step_tables.overview(found)
+    rows = [row for row in found["rows"] if row["grid"] in step_tables.FIRST_PAGE]
+    tokens = " or ".join(f"{count:,}" for count in sorted({row["shape"][0] for row in rows}))
     conditions = f"{step_tables.conditions(found)}: bf16, six layers, random weights, {tokens} tokens."
-    return f"{table(headings, lines)}\n\n{conditions}"
+    return f"{table(shown.columns, shown.rows)}\n\n{conditions}"
 
 
 def _fp8_steps() -> str:
     """What compiled steps in 8 bits gain, in a sentence."""
-    found = _most_complete("fp8, whole steps", _cells_with_times)
+    found = _most_complete("fp8, whole steps", _shown_cells)
     gains = []
     for row in tables.timed_rows(found):
         times = [tables.median(row, name, "launched") for name in (NORM, FP8)]
@@ -165,13 +151,6 @@ def _fp8_steps() -> str:
         f'`fl.replace(model, precision="fp8")` takes the compiled steps of wide models further down, in ms: {wide} '
         f"([what it costs](docs/fp8.md); {measured[0].lower()}{measured[1:]})."
     )
-
-
-def _cell(seconds: float, size: int | None, fastest: bool) -> str:
-    if math.isinf(seconds) or size is None:
-        return tables.NONE
-    milliseconds = f"{seconds * 1e3:.1f}"
-    return f"{f'**{milliseconds}**' if fastest else milliseconds} / {size / 2**30:.1f}"
 
 
 def _expectations() -> str:
@@ -208,30 +187,30 @@ def _line(what: str, device: str, torch: str, speed_up: float, memory: list[int]
 def draw(path: Path) -> None:
     """Speed and memory of whole training steps in every way of the first page, as multiples of eager torch's."""
     found = _steps()
-    rows = {(row["grid"], row["direction"]): row for row in tables.timed_rows(found)}
-    models = [model for model in step_tables.FIRST_PAGE if (model, "eager") in rows]
+    titles, columns = step_tables.first_page(found)
+    yardsticks = next(iter(columns.values()))
     figure = figure_class()(figsize=(10, 6.4), layout="constrained")
     faster, smaller = figure.subplots(2, 1, sharex=True)
-    for place, (name, mode, heading) in enumerate(step_tables.WAYS):
-        speeds, sizes = list[float | None](), list[float | None]()
-        for model in models:
-            yardstick, row = rows[model, "eager"], rows.get((model, mode), {"contenders": {}, "held_bytes": 0})
-            theirs, ours = tables.median(yardstick, "torch", "launched"), tables.median(row, name, "launched")
-            memory = step_tables.peak(yardstick, "torch"), step_tables.peak(row, name)
-            speeds.append(theirs / ours if theirs and ours else None)
-            sizes.append(memory[0] / memory[1] if ours and memory[0] and memory[1] else None)
+    for place, (heading, cells) in enumerate(columns.items()):
+        pairs = [*zip(yardsticks, cells, strict=True)]
+        speeds = [_ratio(theirs.seconds, ours.seconds) for theirs, ours in pairs]
+        sizes = [_ratio(theirs.size, ours.size) for theirs, ours in pairs]
         for axes, values in ((faster, speeds), (smaller, sizes)):
-            label = heading.replace("`", "")
-            bars(axes, values, (place, len(step_tables.WAYS)), label=label, color=_COLOURS[place])
+            bars(axes, values, (place, len(columns)), label=heading, color=_COLOURS[heading])
     for axes, what in ((faster, "speed"), (smaller, "memory, torch's peak over this one")):
         axes.axhline(1.0, color="black", linewidth=1)
         axes.set_ylabel(f"{what}\n(higher is better, eager torch = 1)")
-    smaller.set_xticks(range(len(models)), [rows[model, "eager"]["title"] for model in models], fontsize=8)
+    # The name above the sizes, so that neighbours do not meet.
+    smaller.set_xticks(range(len(titles)), [title.replace(", ", "\n", 1) for title in titles], fontsize=8)
     handles, labels = faster.get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=4, fontsize="small", frameon=False)
     figure.suptitle(f"Whole training steps on one {step_tables.card(found)}, bf16", wrap=True)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=110)
+
+
+def _ratio(theirs: float | None, ours: float | None) -> float | None:
+    return theirs / ours if theirs and ours else None
 
 
 TABLES: dict[str, Callable[[], str]] = {

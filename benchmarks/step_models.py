@@ -27,8 +27,8 @@ from .peers import PEERS
 TORCH, AUTO, KERNELS, RECOMPUTE, LIGER = "torch", "auto", "kernels", "recompute", "liger"
 # Auto mode with norms; and Liger-Kernel's norms and rotary embedding with our FFN and loss.
 NORM, LIGER_AUTO = "auto-norm", "liger-auto"
-# Auto mode with norms, whose wide products run in 8 bits.
-FP8 = "auto-fp8"
+# Auto mode with norms, whose wide products run in 8 bits; and why it is not timed where none of them is wide enough.
+FP8, IN_16_BITS = "auto-fp8", "no product of it runs in 8 bits"
 NAMES = (TORCH, AUTO, NORM, KERNELS, RECOMPUTE, LIGER, LIGER_AUTO, FP8)
 OURS = (AUTO, NORM, KERNELS, RECOMPUTE, LIGER_AUTO)
 # What Liger-Kernel leaves to us: names of its options, of which a model's function has some.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from fusedlayers.bench.record import Record
 from fusedlayers.bench.tables import NONE, Table, median, timed_rows
@@ -12,22 +12,21 @@ from fusedlayers.bench.tables import NONE, Table, median, timed_rows
 from .endings import day_and_commit, over_torch
 from .layer_tables import other_commits, rows_with_times
 from .plots import bars, figure_class, save
-from .step_models import AUTO, FP8, KERNELS, LIGER, LIGER_AUTO, NAMES, NORM, RECOMPUTE, TORCH
+from .step_models import AUTO, FP8, IN_16_BITS, KERNELS, LIGER, LIGER_AUTO, NAMES, NORM, RECOMPUTE, TORCH
 
 MODES = ("eager", "compile", "reduce-overhead")
-# The columns of the first page: contender, mode, and heading.
+# The columns of the first page: contender, mode, and heading. One of which nothing was timed is left out.
 WAYS = (
     (TORCH, "eager", "torch"),
-    (TORCH, "compile", "`torch.compile`"),
+    (TORCH, "compile", "torch, compiled"),
     (LIGER, "eager", "Liger"),
     (NORM, "eager", "fusedlayers"),
-    (AUTO, "eager", "`norm=False`"),
-    (LIGER_AUTO, "eager", "Liger and fusedlayers"),
+    (LIGER_AUTO, "eager", "fusedlayers and Liger"),
     (NORM, "compile", "fusedlayers, compiled"),
-    (AUTO, "compile", "`norm=False`, compiled"),
+    (FP8, "compile", "fusedlayers, fp8, compiled"),
 )
-# Its lines: a wide and a narrow model, one with large logits, experts, and one for which the host sets the pace.
-FIRST_PAGE = ("llama-2048", "qwen2-896", "gpt2-768", "mixtral-1024", "llama-512")
+# Its lines: wide and narrow models, one with large logits, experts, and one for which the host sets the pace.
+FIRST_PAGE = ("llama-2048", "phi3-3072", "qwen2-896", "gpt2-768", "mixtral-1024", "llama-512")
 _LIBRARIES = {"torch": "torch", "triton": "Triton", "transformers": "transformers", "liger_kernel": "Liger-Kernel"}
 # The most that a step may take with ours in auto mode, as a multiple of the same model's without, in the same mode.
 LIMIT = 1.02
@@ -40,6 +39,14 @@ _LABELS = {
     RECOMPUTE: "fusedlayers, recompute=True", LIGER: "Liger-Kernel", LIGER_AUTO: "Liger-Kernel with fusedlayers",
     FP8: "fusedlayers in fp8",
 }  # fmt: skip
+
+
+class Cell(NamedTuple):
+    """Median seconds and most bytes of a contender's step, and what is shown where it was not timed."""
+
+    seconds: float | None
+    size: int | None
+    untimed: str
 
 
 def peak(row: Record, name: str) -> int | None:
@@ -61,27 +68,20 @@ def table(record: Record) -> Table:
     return Table(title, ("model", "tokens", "mode", *names), tuple(lines))
 
 
-def overview(record: Record, models: Sequence[str] = FIRST_PAGE) -> Table:
-    """One line for each of these models, a column for each of the :data:`WAYS`; the fastest is bold."""
+def first_page(record: Record) -> tuple[list[str], dict[str, list[Cell]]]:
+    """The titles of the models of the :data:`FIRST_PAGE`; and by heading the cells of each of the :data:`WAYS`."""
     rows = {(row["grid"], row["direction"]): row for row in timed_rows(record)}
-    lines = []
-    for model in models:
-        found = [(rows.get((model, mode)), name) for name, mode, _ in WAYS]
-        titles = [row["title"] for row, _ in found if row is not None]
-        times = [None if row is None else median(row, name, "launched") for row, name in found]
-        least = min((time for time in times if time is not None), default=None)
-        if least is None:
-            continue
-        cells = []
-        for (row, name), time in zip(found, times, strict=True):
-            if row is None or time is None:
-                cells.append(NONE)
-                continue
-            milliseconds = f"{time * 1e3:.1f}"
-            cells.append(f"{f'**{milliseconds}**' if time == least else milliseconds} / {_mebibytes(peak(row, name))}")
-        lines.append((titles[0], *cells))
-    title = f"A training step on one {card(record)}: ms / most MiB"
-    return Table(title, ("model", *(heading for *_, heading in WAYS)), tuple(lines))
+    models = [model for model in FIRST_PAGE if (model, "eager") in rows]
+    columns = {heading: [_cell(rows.get((model, mode)), name) for model in models] for name, mode, heading in WAYS}
+    timed = {heading: cells for heading, cells in columns.items() if any(cell.seconds for cell in cells)}
+    return [rows[model, "eager"]["title"] for model in models], timed
+
+
+def overview(record: Record) -> Table:
+    """The table of the first page: a line for each model, whose fastest way is bold."""
+    titles, columns = first_page(record)
+    lines = [(title, *_bold_fastest(cells)) for title, *cells in zip(titles, *columns.values(), strict=True)]
+    return Table("A training step", (f"ms / GiB on one {card(record)}", *columns), tuple(lines))
 
 
 def card(record: Record) -> str:
@@ -158,15 +158,39 @@ def _memory_ratio(row: Record, name: str) -> float | None:
     return None if ours is None or theirs is None else ours / theirs
 
 
+def _cell(row: Record | None, name: str) -> Cell:
+    seconds = None if row is None else median(row, name, "launched")
+    if row is None or seconds is None:
+        return Cell(None, None, NONE if row is None else _untimed(row, name))
+    return Cell(seconds, peak(row, name), "")
+
+
+def _bold_fastest(cells: Sequence[Cell]) -> list[str]:
+    least = min((cell.seconds for cell in cells if cell.seconds is not None), default=None)
+    shown = []
+    for seconds, size, untimed in cells:
+        if seconds is None or size is None:
+            shown.append(untimed)
+            continue
+        milliseconds = f"{seconds * 1e3:.1f}"
+        shown.append(f"{f'**{milliseconds}**' if seconds == least else milliseconds} / {size / 2**30:.1f}")
+    return shown
+
+
 def _time_and_peak(row: Record, name: str) -> str:
     seconds, over = median(row, name, "launched"), over_torch(row, name)
     if seconds is None:
-        return NONE
+        return _untimed(row, name)
     entry = row["contenders"][name]
     half = (entry["launched"]["third_quartile"] - entry["launched"]["first_quartile"]) / 2
     ratio = "" if over is None or name == TORCH else f" ({over:.2f})"
     mark = "*" if entry["host_bound"] else ""
     return f"{seconds * 1e3:.1f} ± {half * 1e3:.1f}{mark}{ratio} / {_mebibytes(peak(row, name))}"
+
+
+def _untimed(row: Record, name: str) -> str:
+    """What stands in place of a time."""
+    return "as bf16" if row["contenders"].get(name, {}).get("reason") == IN_16_BITS else NONE
 
 
 def _mebibytes(size: int | None) -> str:

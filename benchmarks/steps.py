@@ -1,19 +1,22 @@
 """Whole training steps of models, with ours and without: forward, loss, backward, and a fused AdamW.
 
     python -m benchmarks.steps                                          all models, eager and compiled
-    python -m benchmarks.steps --models gpt2-768 --modes eager          one of them, as it is
+    python -m benchmarks.steps --models gpt2-768 --modes eager          one of them, eager alone
     python -m benchmarks.steps --contenders torch,auto                  without Liger-Kernel and without our norms
     python -m benchmarks.records update STEPS.json OTHER_MODELS.json    models of several runs in one record
 
+Several GPUs can measure models at once: run a process on each of them, and on CPU cores of its own (``taskset``).
+
 For each model all contenders of all modes share their parameters and their attention and are interleaved. The first
 steps, in which the compiler works, are checked against the model in float32 (in float64 where it is float32 itself):
-the loss and the gradients, of ours each of them. What is wrong is not timed, and the exit status is 1.
+the loss and the gradients, of ours each of them. What is wrong is not timed, and the exit status is 1. Nor is
+"auto-fp8" where no product ran in 8 bits: then it is "auto-norm" once more.
 
 The rows of the record (:mod:`fusedlayers.bench.record`) are one per model (``grid``, ``title``, ``sizes``) and mode
 (``direction``: "eager", "compile", "reduce-overhead"); shape is the number of tokens. ``held_bytes`` are weights and
-the optimizer's state. Contenders ("torch", "auto", "kernels", "recompute", "liger") have peak_bytes (the most beyond
-those, in the first steps), first_seconds (of these steps, the compiler's work included), loss_error and gradients_error
-(relative, the median over the parameters) and path (of all blocks, eager only).
+the optimizer's state. Contenders (:data:`.step_models.NAMES`) have peak_bytes (the most beyond those, in the first
+steps), first_seconds (of these steps, the compiler's work included), loss_error and gradients_error (relative, the
+median over the parameters) and path (of all blocks; of a compiled model as they were planned while it was traced).
 """
 
 from __future__ import annotations
@@ -26,7 +29,6 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
@@ -44,6 +46,7 @@ from fusedlayers.bench.verification import Finding, Verification
 from fusedlayers.closeness import MAX_ERROR_LIMIT, RMS_FLOOR
 from fusedlayers.functional.dispatch import decisions
 from fusedlayers.functional.switches import switched
+from fusedlayers.planning.float8 import IN_8_BITS
 from fusedlayers.replacing.experts.formula import run_eagerly
 
 from . import attention, step_tables
@@ -52,6 +55,7 @@ from .loop_clock import loop_clock_for
 from .step_models import (
     AUTO,
     FP8,
+    IN_16_BITS,
     KERNELS,
     LIGER,
     LIGER_AUTO,
@@ -73,7 +77,7 @@ FIRST_STEPS = 3
 STEPS_IN_A_ROW = 2
 # What most users run. "reduce-overhead", which keeps all that its graphs work in, is for those who ask.
 USUAL_MODES = ("eager", "compile")
-USUAL_CONTENDERS = (TORCH, AUTO, NORM, LIGER, LIGER_AUTO)
+USUAL_CONTENDERS = (TORCH, AUTO, NORM, LIGER, LIGER_AUTO, FP8)
 # Whose code is in a step, beside torch's, Triton's and ours.
 _LIBRARIES = ("transformers", "peft", "liger_kernel")
 _COMPILE_MODES = {"compile": None, "reduce-overhead": "reduce-overhead"}
@@ -91,7 +95,7 @@ def build_parser() -> argparse.ArgumentParser:
     for word, known, usual, what in (
         ("--models", tuple(STEP_MODELS), tuple(STEP_MODELS), "default: all"),
         ("--modes", MODES, None, "default: eager and compile on a GPU, eager without one"),
-        ("--contenders", NAMES, None, f"default: {','.join(USUAL_CONTENDERS)}, the last two where they can run"),
+        ("--contenders", NAMES, None, f"default: {','.join(USUAL_CONTENDERS)}, Liger-Kernel's where it is installed"),
     ):
         command.add_argument(
             word, type=partial(several, known=known), default=usual, metavar="NAME,…",
@@ -236,7 +240,7 @@ def measured(
                 verdict, entry = checked(step, truth, plain, device)
             entries[mode][name] = entry
             verdicts[mode].append(verdict)
-            if not verdict.red:
+            if not entry["reason"]:
                 label = f"{name}, {mode}"
                 places[label] = mode, name
                 entrants.append(Contender(label, step.run, step.switches, recorded=False))  # type: ignore[arg-type]
@@ -339,9 +343,7 @@ def checked(step: Step, truth: Truth, plain: nn.Module, device: torch.device) ->
         before = torch.cuda.memory_allocated(device)
     start = time.perf_counter()
     try:
-        with ExitStack() as stack:
-            # What is compiled is planned while it is traced, some of it more than once.
-            taken = stack.enter_context(decisions()) if step.mode == "eager" else {}
+        with decisions() as taken:
             for _ in range(FIRST_STEPS):
                 step.optimizer.zero_grad(set_to_none=True)
                 loss = float(step.gradients())
@@ -352,7 +354,8 @@ def checked(step: Step, truth: Truth, plain: nn.Module, device: torch.device) ->
         torch.cuda.synchronize(device)
         entry["peak_bytes"] = torch.cuda.max_memory_allocated(device) - before
     entry["first_seconds"] = time.perf_counter() - start
-    entry["path"] = " ".join(sorted({path.rpartition(" ")[2] for path in taken})) or None
+    paths = {path.rpartition(" ")[2] for path in taken}
+    entry["path"] = " ".join(sorted(paths)) or None
     entry["loss_error"] = abs(loss - truth.loss) / abs(truth.loss)
     errors = truth.errors(plain)
     step.optimizer.zero_grad(set_to_none=True)
@@ -376,6 +379,8 @@ def checked(step: Step, truth: Truth, plain: nn.Module, device: torch.device) ->
     faults = [finding.message for finding in findings if not finding.ok]
     if faults:
         entry["reason"] = "it is wrong"
+    elif step.name == FP8 and paths and IN_8_BITS not in paths:
+        entry["reason"] = IN_16_BITS
     return Verification(step.name, entry["path"] or "", "red" if faults else "green", "; ".join(faults[:3])), entry
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import sys
 import types
+from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,8 @@ from benchmarks import records, step_models, step_tables, steps
 from benchmarks.attention import NAME
 from benchmarks.step_models import (
     AUTO,
+    FP8,
+    IN_16_BITS,
     KERNELS,
     LIGER,
     LIGER_AUTO,
@@ -24,10 +28,12 @@ from benchmarks.step_models import (
     RECOMPUTE,
     STEP_MODELS,
     TORCH,
+    Sizes,
     StepModel,
 )
 from fusedlayers import functional
 from fusedlayers.bench import record, timing
+from tests.support.float8_twins import in_8_bits
 from tests.support.operands import patch_ffn
 
 pytest.importorskip("transformers", reason="the models are of it")
@@ -122,7 +128,7 @@ def test_check_time_record_plot_and_table(tmp_path: Path, capsys: pytest.Capture
     row = found["rows"][1]
     entries = row["contenders"]
     untimed = {name: entries[name]["reason"] for name in names if entries[name]["status"] != "timed"}
-    assert untimed.keys() == {KERNELS}
+    assert untimed.keys() == {KERNELS, FP8}
     assert f"  skip eager, {KERNELS}: {untimed[KERNELS]}\n" in capsys.readouterr().out
     assert (entries[AUTO]["path"], entries[RECOMPUTE]["path"]) == ("torch", "chunked")
     assert 0 < entries[AUTO]["gradients_error"] < 1e-4
@@ -151,12 +157,29 @@ def test_compiled_modes_are_rows_of_their_own(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(torch.compiler, "cudagraph_mark_step_begin", lambda: began.append(None))
     _, found = small(tmp_path, "--models", "llama-512", "--modes", "eager,compile,reduce-overhead")
     assert [row["direction"] for row in found["rows"]] == list(step_tables.MODES)
-    # Torch, auto and auto-norm, each once in each mode.
-    assert modes == [None, None, None, "reduce-overhead", "reduce-overhead", "reduce-overhead"]
+    # Torch, auto, auto-norm and auto-fp8, each once in each mode.
+    assert modes == [None] * 4 + ["reduce-overhead"] * 4
     assert len(began) >= 2 * steps.FIRST_STEPS
     for row in found["rows"]:
         timed = [name for name, entry in row["contenders"].items() if entry["status"] == "timed"]
         assert timed == [TORCH, AUTO, NORM]
+
+
+@pytest.mark.parametrize("wide", [True, False])
+def test_what_runs_in_8_bits_is_timed(wide: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eager and compiled; where no product does, there is nothing that "auto-norm" does not show."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+    monkeypatch.setattr(steps, "_COMPILE_MODES", {"compile": None})
+    model = replace(STEP_MODELS["llama-256"], sizes=Sizes(64, 128, 2, 61, batch=2, length=32, layers=1))
+    with in_8_bits() if wide else nullcontext():
+        rows = steps.measured(model, ("eager", "compile"), (TORCH, NORM, FP8), torch.bfloat16, CPU, 0, 0.01)
+    assert [row["direction"] for row in rows] == ["eager", "compile"]
+    for row in rows:
+        entry = row["contenders"][FP8]
+        assert {verdict["status"] for verdict in row["verification"]} == {"green"}
+        found = entry["status"], entry["reason"], entry["path"]
+        assert found == (("timed", "", "float8") if wide else ("not timed", IN_16_BITS, "torch"))
+        assert row["contenders"][NORM]["path"] == "torch"
 
 
 def test_what_is_wrong_is_not_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -259,14 +282,39 @@ def test_steps_that_take_longer_than_they_may_are_named() -> None:
     assert step_tables.table(found).rows[1] == ("BERT", "16,384", "compile", *cells)
 
 
-def test_the_first_page_has_a_line_for_each_model() -> None:
-    eager = {TORCH: timed(10, 3), LIGER: timed(6, 2), AUTO: timed(8, 1)}
-    found = steps_record(eager=eager, compile={TORCH: timed(7, 3)})
-    shown = step_tables.overview(found, ["bert-768", "gpt2-768"])
-    assert shown.title == "A training step on one H100: ms / most MiB"
-    line = ("BERT", "10.0 / 4", "7.0 / 4", "**6.0** / 3", step_tables.NONE, "8.0 / 2", *[step_tables.NONE] * 3)
-    assert shown.rows == (line,)
-    assert "torch 2.11.0, Triton 3.6.0, transformers 5.17.0, 2026-01-02, commit" in step_tables.markdown(found)
+def test_the_first_page_has_a_line_for_each_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step_tables, "FIRST_PAGE", ("bert-768", "gpt2-768"))
+    eager = {TORCH: timed(10, 1023), LIGER: timed(6, 511), AUTO: timed(5, 1)}
+    compiled = {TORCH: timed(7, 1023), NORM: timed(6.5, 511)}
+    shown = step_tables.overview(steps_record(eager=eager, compile=compiled))
+    assert shown.columns == ("ms / GiB on one H100", "torch", "torch, compiled", "Liger", "fusedlayers, compiled")
+    assert shown.rows == (("BERT", "10.0 / 1.0", "7.0 / 1.0", "**6.0** / 0.5", "6.5 / 0.5"),)
+
+
+def test_a_model_that_runs_as_in_bf16_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step_tables, "FIRST_PAGE", ("bert-768", "llama-512"))
+    faster = {TORCH: timed(10, 1023), FP8: timed(6, 511)}
+    found = steps_record(eager={TORCH: timed(10, 1023)}, compile=faster)
+    narrow = {TORCH: timed(10, 1023), FP8: record.untimed_entry(IN_16_BITS) | {"peak_bytes": 1}}
+    others = steps_record(eager={TORCH: timed(10, 1023)}, compile=narrow)["rows"]
+    found["rows"] += [row | {"grid": "llama-512", "title": "Llama"} for row in others]
+    shown = step_tables.overview(found)
+    assert shown.columns[-1] == "fusedlayers, fp8, compiled"
+    assert [line[-1] for line in shown.rows] == ["**6.0** / 0.5", "as bf16"]
+    assert [line[-1] for line in step_tables.table(found).rows] == [
+        step_tables.NONE,
+        "6.0 ± 0.2 (0.60) / 512",
+        step_tables.NONE,
+        "as bf16",
+    ]
+    # Nothing was timed in 8 bits: the column is left out.
+    found["rows"] = found["rows"][2:]
+    assert step_tables.overview(found).columns[-1] == "torch, compiled"
+
+
+def test_the_record_says_where_and_when_it_was_measured() -> None:
+    found = step_tables.markdown(steps_record(eager={TORCH: timed(10, 3)}))
+    assert "torch 2.11.0, Triton 3.6.0, transformers 5.17.0, 2026-01-02, commit" in found
 
 
 @pytest.mark.parametrize(
