@@ -86,7 +86,7 @@ def updated(record: Record, newer: Record) -> Record:
     Rows of which a budget left nothing to be timed replace none that were.
 
     Raises:
-        ValueError: the newer one has another device, other versions, another method or less time, is not finished, is
+        ValueError: the newer one has another device, other libraries, another method or less time, is not finished, is
             not of a known commit without changes, or has a row that is red, without times, there twice, or without a
             contender that was timed in the row that it is to replace.
     """
@@ -95,7 +95,10 @@ def updated(record: Record, newer: Record) -> Record:
     longer = {"seconds_per_row": seconds} if method.get("seconds_per_row", 0) > seconds else {}
     # Peak rates are what the library knew of the device then, not what it is.
     device = newer["device"] | {"ceilings": record["device"]["ceilings"]}
-    check_alike(record, newer | {"method": method | longer, "device": device}, "versions", "device", "method")
+    # Of this library a row names the commit, which says more than the version.
+    versions = newer["versions"] | {"fusedlayers": record["versions"]["fusedlayers"]}
+    alike = newer | {"method": method | longer, "device": device, "versions": versions}
+    check_alike(record, alike, "versions", "device", "method")
     if newer["finished"] is None:
         raise ValueError("finished: expected a newer run that is, got None")
     if newer["commit"] is None or newer["dirty"]:

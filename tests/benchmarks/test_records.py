@@ -137,6 +137,12 @@ def test_peak_rates_may_be_known_by_now(gpu_record: Record, newer_record: Record
     assert (found["device"], len(found["rows"])) == (older["device"], 3)
 
 
+def test_a_later_version_of_the_library_may_have_measured(gpu_record: Record, newer_record: Record) -> None:
+    newer = newer_record | {"versions": newer_record["versions"] | {"fusedlayers": "0.3.0"}}
+    found = records.updated(gpu_record, newer)
+    assert (found["versions"], found["rows"][0]["commit"]) == (gpu_record["versions"], "d" * 40)
+
+
 def test_a_contender_that_has_no_times_may_go(gpu_record: Record, newer_record: Record, tmp_path: Path) -> None:
     """That one is not asked for anew, as it cannot run there."""
     older, newer = tmp_path / "older.json", tmp_path / "newer.json"

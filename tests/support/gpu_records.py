@@ -46,7 +46,8 @@ def gpu_record() -> Record:
     }
     return {
         "schema": 1, "arguments": [], "started": "2026-11-20T10:00:00+00:00", "finished": None, "commit": "c" * 40,
-        "dirty": True, "source_sha256": "", "versions": {"torch": "2.11.0", "triton": "3.6.0"},
+        "dirty": True, "source_sha256": "",
+        "versions": {"fusedlayers": "0.2.0", "torch": "2.11.0", "triton": "3.6.0"},
         "device": {"kind": "cuda", "name": "NVIDIA H200", "ceilings": [790e12, 4.3e12]},
         "method": {"cold_cache_bytes": 1},
         "rows": [
