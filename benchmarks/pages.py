@@ -131,9 +131,9 @@ def _training_steps() -> str:
     """The table of the first page, and how it was measured."""
     found = _steps()
     shown = step_tables.overview(found)
-    rows = [row for row in found["rows"] if row["grid"] in step_tables.FIRST_PAGE]
+    rows = [row for row in tables.timed_rows(found) if row["grid"] in step_tables.FIRST_PAGE]
     tokens = " or ".join(f"{count:,}" for count in sorted({row["shape"][0] for row in rows}))
-    conditions = f"{step_tables.conditions(found)}: bf16, six layers, random weights, {tokens} tokens."
+    conditions = f"{step_tables.conditions(found, rows)}: bf16, six layers, random weights, {tokens} tokens."
     return f"{table(shown.columns, shown.rows)}\n\n{conditions}"
 
 
@@ -146,7 +146,7 @@ def _fp8_steps() -> str:
         if row["direction"] == "compile" and times[0] and times[1] and times[1] < 0.98 * times[0]:
             gains.append(f"{row['title']} from {times[0] * 1e3:.1f} to {times[1] * 1e3:.1f}")
     wide = ", ".join(gains)
-    measured = step_tables.conditions(found)
+    measured = step_tables.conditions(found, tables.timed_rows(found))
     return (
         f'`fl.replace(model, precision="fp8")` takes the compiled steps of wide models further down, in ms: {wide} '
         f"([what it costs](docs/fp8.md); {measured[0].lower()}{measured[1:]})."

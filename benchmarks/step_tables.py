@@ -89,11 +89,11 @@ def card(record: Record) -> str:
     return str(record["device"]["name"]).removeprefix("NVIDIA ").split()[0]
 
 
-def conditions(record: Record) -> str:
-    """Where, when and with which libraries a record was measured, in a line."""
+def conditions(record: Record, rows: Sequence[Record]) -> str:
+    """Where, when and with which libraries these rows of a record were measured, in a line."""
     device, versions = record["device"], record["versions"]
     libraries = [f"{title} {versions[name]}" for name, title in _LIBRARIES.items() if versions.get(name)]
-    parts = [device["name"], *libraries, day_and_commit(record), *other_commits(timed_rows(record))]
+    parts = [device["name"], *libraries, day_and_commit(record), *other_commits(rows)]
     return f"Measured on {', '.join(parts)}"
 
 
@@ -103,9 +103,9 @@ def markdown(record: Record) -> str:
     Raises:
         ValueError: the record holds no times.
     """
-    rows_with_times(record)
+    rows = rows_with_times(record)
     return (
-        f"{conditions(record)}: models of Hugging Face's with random weights and without dropout, a fused "
+        f"{conditions(record, rows)}: models of Hugging Face's with random weights and without dropout, a fused "
         "AdamW included; medians and half the distance of the quartiles, all contenders of a model interleaved, all "
         "with the same attention without a mask. In parentheses the time over torch's in the same mode, the median of "
         "all rounds; `*`: the host sets the pace. The most in memory counts weights, the optimizer's state and, where "
