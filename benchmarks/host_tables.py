@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 from fusedlayers.bench.record import Record
-from fusedlayers.bench.tables import NONE, Table, median, shape_of, timed_rows
+from fusedlayers.bench.tables import DIRECTIONS, NONE, Table, median, shape_of, timed_rows
 
 from .endings import day_and_commit, over_torch
 from .layer_tables import rows_with_times
-from .plots import bars, figure_class, save
+from .plots import bar_picture, save
 
 TORCH, AUTO, KERNELS, AUTO_FUNCTION = "torch", "auto", "kernels", "function"
 # How a contender runs, behind its name: as it is, without autograd's own thread, compiled.
@@ -19,7 +18,7 @@ ONE_WAY, ONE_THREAD, COMPILED = "", ", one thread", ", compiled"
 LIMITS = {AUTO: (1.03, 1.0), KERNELS: (1.10, 1.0)}
 _PASSES = {"forward": "f", "forward_backward": "f+b"}
 _COLOURS = {AUTO: "#0072b2", KERNELS: "#e69f00", AUTO_FUNCTION: "#56b4e9"}
-_LABELS = {AUTO: "auto mode", KERNELS: "kernels forced", AUTO_FUNCTION: "functional.linear"}
+_LABELS = {AUTO: "fusedlayers", KERNELS: "forced kernels", AUTO_FUNCTION: "functional.linear"}
 
 
 def yardstick(name: str) -> str:
@@ -77,36 +76,31 @@ def over_limits(record: Record) -> list[str]:
 
 
 def plot(record: Record, path: Path) -> list[Path]:
-    """``<path without suffix>.png``: time over torch's, for each pass.
+    """``<path without suffix>.png``: time over torch's, for each pass, with autograd's own thread.
 
     Raises:
         ValueError: the record holds no times.
         MatplotlibMissingError: matplotlib is not installed.
     """
     rows = rows_with_times(record)
-    directions = [direction for direction in _PASSES if any(row["direction"] == direction for row in rows)]
-    figure = figure_class()(figsize=(7 * len(directions), 5), layout="constrained")
-    axes = figure.subplots(1, len(directions), squeeze=False)[0]
-    for place, direction in zip(axes, directions, strict=True):
-        _bars(place, [row for row in rows if row["direction"] == direction])
-        place.set_title({"forward": "forward, no gradients", "forward_backward": "forward + backward"}[direction])
-    axes[0].set_ylabel("time over torch's, launched one by one\n(below 1 is faster)")
-    return [save(figure, record, "Time of a layer beside torch's", path.with_suffix(".png"))]
+    layers = list(dict.fromkeys(_layer(row) for row in rows))
+    panels = {}
+    for direction, title in DIRECTIONS.items():
+        found = {_layer(row): row for row in rows if row["direction"] == direction}
+        values = [_over_torch(found[layer]) if layer in found else {} for layer in layers]
+        if any(values):
+            panels[title] = values
+    figure = bar_picture(layers, panels, {label: _COLOURS[name] for name, label in _LABELS.items()})
+    title = "Time of a layer launched by itself: multiples of torch's, less is better"
+    return [save(figure, record, title, path.with_suffix(".png"))]
 
 
-def _bars(axes: Any, rows: list[Record]) -> None:
-    for place, (name, colour) in enumerate(_COLOURS.items()):
-        for way, hatch, share in ((ONE_WAY, "", 1.0), (ONE_THREAD, "//", 0.5)):
-            # The one without a thread stands before the other, half as wide.
-            bars(
-                axes, [over_torch(row, name + way) for row in rows], (place, len(_COLOURS)), share,
-                label=_LABELS[name] + way, color=colour, hatch=hatch, edgecolor="white",
-            )  # fmt: skip
-    axes.axhline(1.0, color="black", linewidth=1)
-    axes.set_xticks(range(len(rows)), [f"{row['grid']} {shape_of(row)}" for row in rows], rotation=30, ha="right")
-    # Above the bars, which a legend among them would hide.
-    axes.margins(x=0.01, y=0.3)
-    axes.legend(fontsize="small", loc="upper center", ncols=3, columnspacing=1.0, handlelength=1.4, frameon=False)
+def _layer(row: Record) -> str:
+    return f"{row['grid']} {shape_of(row)}"
+
+
+def _over_torch(row: Record) -> dict[str, float]:
+    return {label: over for name, label in _LABELS.items() if (over := over_torch(row, name)) is not None}
 
 
 def _cell(row: Record, name: str) -> str:

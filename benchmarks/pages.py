@@ -25,20 +25,11 @@ from train_examples.tables import table
 
 from . import drawn, float8, host_tables, layer_tables, step_tables
 from .endings import over_torch
-from .plots import bars, figure_class
 from .step_models import FP8, NORM
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 PICTURE = ROOT / "docs" / "pictures" / "whole-models.png"
-# One for each of the ways: torch's are grey, ours blue and green, darker where compiled.
-_COLOURS = dict(
-    zip(
-        [heading for *_, heading in step_tables.WAYS],
-        ("#b0b0b0", "#4c4c4c", "#cc79a7", "#9ecae1", "#d55e00", "#0072b2", "#00704a"),
-        strict=True,
-    )
-)
 _MARKED = re.compile(r"(<!-- table: (.+?) -->\n).*?(<!-- end of the table -->\n)", re.DOTALL)
 _OTHER_TRITON = r"(?:-triton-[\d.]+)?"
 
@@ -185,32 +176,8 @@ def _line(what: str, device: str, torch: str, speed_up: float, memory: list[int]
 
 
 def draw(path: Path) -> None:
-    """Speed and memory of whole training steps in every way of the first page, as multiples of eager torch's."""
-    found = _steps()
-    titles, columns = step_tables.first_page(found)
-    yardsticks = next(iter(columns.values()))
-    figure = figure_class()(figsize=(10, 6.4), layout="constrained")
-    faster, smaller = figure.subplots(2, 1, sharex=True)
-    for place, (heading, cells) in enumerate(columns.items()):
-        pairs = [*zip(yardsticks, cells, strict=True)]
-        speeds = [_ratio(theirs.seconds, ours.seconds) for theirs, ours in pairs]
-        sizes = [_ratio(theirs.size, ours.size) for theirs, ours in pairs]
-        for axes, values in ((faster, speeds), (smaller, sizes)):
-            bars(axes, values, (place, len(columns)), label=heading, color=_COLOURS[heading])
-    for axes, what in ((faster, "speed"), (smaller, "memory, torch's peak over this one")):
-        axes.axhline(1.0, color="black", linewidth=1)
-        axes.set_ylabel(f"{what}\n(higher is better, eager torch = 1)")
-    # The name above the sizes, so that neighbours do not meet.
-    smaller.set_xticks(range(len(titles)), [title.replace(", ", "\n", 1) for title in titles], fontsize=8)
-    handles, labels = faster.get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=4, fontsize="small", frameon=False)
-    figure.suptitle(f"Whole training steps on one {step_tables.card(found)}, bf16", wrap=True)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=110)
-
-
-def _ratio(theirs: float | None, ours: float | None) -> float | None:
-    return theirs / ours if theirs and ours else None
+    """Time and memory of whole training steps, of every model and in every way of the first page's table."""
+    step_tables.picture(_steps(), step_tables.FIRST_PAGE, step_tables.WAYS, path)
 
 
 TABLES: dict[str, Callable[[], str]] = {

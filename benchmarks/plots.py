@@ -1,32 +1,37 @@
-"""Pictures of a record of layers, from it alone: speed-up over torch and time over the floor, one PNG per grid."""
+"""Pictures of records, from them alone: times and memory as multiples of torch's, so that less is always better."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from textwrap import fill
 from typing import Any
 
-from fusedlayers.bench.contenders import AUTO, AUTOTUNED, CHECKPOINTED, COMPILED, EAGER, FUSED
+from fusedlayers.bench.contenders import AUTO, AUTOTUNED, CHECKPOINTED, COMPILED, EAGER, FUSED, TORCH_CONTENDERS
 from fusedlayers.bench.record import Record
-from fusedlayers.bench.tables import DIRECTIONS, KINDS, median, shape_of, speed_up
+from fusedlayers.bench.tables import DIRECTIONS, median, shape_of
 
 from .layer_tables import HOW_TO_TIME, rows_with_times
 
 # In the order of the bars; chosen to stay apart in print and for colour-blind readers.
-_COLOURS = {
-    EAGER: "#8c8c8c",
-    COMPILED: "#4c4c4c",
+COLOURS = {
+    EAGER: "#b0b0b0",
+    COMPILED: "#616161",
     AUTOTUNED: "#b0a090",
-    CHECKPOINTED: "#cc79a7",
+    CHECKPOINTED: "#d55e00",
     "torch function": "#f0e442",
-    "Liger": "#009e73",
-    "CCE": "#d55e00",
+    "torch in chunks": "#8c6d31",
+    "Liger": "#cc79a7",
+    "CCE": "#009e73",
     "quack": "#56b4e9",
     "TRL": "#882255",
-    "torch in chunks": "#8c6d31",
     AUTO: "#0072b2",
     FUSED: "#e69f00",
 }
+# What the tables of the documentation call ours.
+_LABELS = {AUTO: "fusedlayers", FUSED: "forced kernels"}
+# Longer bars are cut off, with their value written at the end: one of them would make all others unreadable.
+LONGEST_BAR = 2.5
 
 
 class MatplotlibMissingError(RuntimeError):
@@ -40,20 +45,25 @@ def plot(record: Record, path: Path) -> list[Path]:
         ValueError: the record holds no times.
         MatplotlibMissingError: matplotlib is not installed.
     """
-    figures = figure_class()
     rows = rows_with_times(record, HOW_TO_TIME)
     written = []
     for grid in dict.fromkeys(row["grid"] for row in rows):
-        grid_rows = [row for row in rows if row["grid"] == grid]
-        directions = [d for d in DIRECTIONS if any(row["direction"] == d for row in grid_rows)]
-        figure = figures(figsize=(7 * len(directions), 8), layout="constrained")
-        axes = figure.subplots(2, len(directions), squeeze=False)
-        for column, direction in enumerate(directions):
-            chosen = [row for row in grid_rows if row["direction"] == direction]
-            _speed_ups(axes[0][column], chosen)
-            _times(axes[1][column], chosen)
-            axes[0][column].set_title(DIRECTIONS[direction])
-        written.append(save(figure, record, grid_rows[0]["title"], path.with_name(f"{path.stem}-{grid}.png")))
+        of_grid = [row for row in rows if row["grid"] == grid]
+        base = next((name for name in TORCH_CONTENDERS if _times(of_grid[0], name)), EAGER)
+        shapes = list(dict.fromkeys(map(shape_of, of_grid)))
+        panels = {}
+        for direction, title in DIRECTIONS.items():
+            by_shape = {shape_of(row): row for row in of_grid if row["direction"] == direction}
+            for what, measure in (("time", _times), ("peak memory", _peak_memory)):
+                values = [_of_contenders(by_shape.get(shape), base, measure) for shape in shapes]
+                # A forward pass keeps what the backward pass needs, so its memory alone says little.
+                if any(values) and (what == "time" or direction == "forward_backward"):
+                    panels[f"{what}\n{title}"] = values
+        figure = bar_picture(shapes, panels, {_LABELS.get(name, name): colour for name, colour in COLOURS.items()})
+        figure.axes[0].set_ylabel(fill(of_grid[0]["meaning"], 30))
+        yardstick = "eager torch" if base == EAGER else base
+        title = f"{of_grid[0]['title']}: multiples of {yardstick}'s, less is better"
+        written.append(save(figure, record, title, path.with_name(f"{path.stem}-{grid}.png")))
     return written
 
 
@@ -86,81 +96,77 @@ def figure_class() -> Any:
 def save(figure: Any, record: Record, title: str, target: Path) -> Path:
     """Write a figure under its title and the conditions of its record, and return its file."""
     device = f"{record['device']['name']}, torch {record['versions']['torch']}, {record['started'][:10]}"
-    figure.suptitle(f"{title} ({record['rows'][0]['dtype']}, {device})", wrap=True)
+    figure.suptitle(f"{title}\n{record['rows'][0]['dtype']}, {device}", fontsize="medium", wrap=True)
+    target.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(target, dpi=110)
     return target
 
 
-def bars(axes: Any, values: Sequence[float | None], place: tuple[int, int], share: float = 1.0, **style: Any) -> None:
-    """A bar for each value that is known, around its number; ``place``: the number of this series, and of all.
+def bar_picture(
+    groups: Sequence[str], panels: Mapping[str, Sequence[Mapping[str, float]]], colours: Mapping[str, str]
+) -> Any:
+    """A figure with a panel for each title, and in each panel a group of bars for each name in ``groups``.
 
-    ``share`` is that of its place that a bar is wide.
+    ``panels`` has the values of every group, multiples of torch's by the name of their bar, and ``colours`` the names
+    of all bars in their order. A bar has the same place in all panels; one without any value has none.
     """
-    number, count = place
-    width = 0.8 / count
-    known = {at - 0.4 + (number + 0.5) * width: value for at, value in enumerate(values) if value is not None}
-    if known:
-        axes.bar(list(known), list(known.values()), width * share, **style)
+    places: dict[tuple[int, str], float] = {}
+    centres, below = [], 0.0
+    for number in range(len(groups)):
+        names = [name for name in colours if any(name in values[number] for values in panels.values())]
+        places |= {(number, name): below + position for position, name in enumerate(names)}
+        centres.append(below + (len(names) - 1) / 2)
+        below += len(names) + 0.8
+    figure = figure_class()(figsize=(10, max(3.2, 1.4 + 0.17 * below)), layout="constrained")
+    all_axes = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
+    legend = {}
+    for axes, (title, values) in zip(all_axes, panels.items(), strict=True):
+        for name, colour in colours.items():
+            known = {places[number, name]: found[name] for number, found in enumerate(values) if name in found}
+            if not known:
+                continue
+            lengths = [min(value, LONGEST_BAR) for value in known.values()]
+            legend[name] = axes.barh(list(known), lengths, height=0.9, color=colour)
+            labels = [f"{value:.2f}" + " (cut off)" * (value > LONGEST_BAR) for value in known.values()]
+            # Where the line crosses a label, the label hides it.
+            behind = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}
+            axes.bar_label(legend[name], labels, padding=2, fontsize=7, bbox=behind)
+        axes.axvline(1.0, color="black", linewidth=0.8)
+        # Room for the value of the longest bar.
+        axes.set_xlim(0, 1.15 * max(axes.get_xlim()[1] / 1.05, 1.0))
+        axes.set_title(title, fontsize="medium")
+        axes.spines[["top", "right"]].set_visible(False)
+    all_axes[0].set_yticks(centres, groups, fontsize="small")
+    all_axes[0].set_ylim(below - 0.8, -1.0)
+    ordered = [name for name in colours if name in legend]
+    handles = [legend[name] for name in ordered]
+    figure.legend(handles, ordered, loc="outside lower center", ncols=4, fontsize="small", frameon=False)
+    return figure
 
 
-def _speed_ups(axes: Any, rows: list[Record]) -> None:
-    series = {f"auto mode, {kind}": [speed_up(row, kind) for row in rows] for kind in KINDS}
-    forced = [None if _same(row) else speed_up(row, "replayed", FUSED) for row in rows]
-    if any(value is not None for value in forced):
-        series["forced kernels, replayed"] = forced
-    colours = dict(zip(series, ("#56b4e9", _COLOURS[AUTO], _COLOURS[FUSED]), strict=False))
-    _bars(axes, rows, series, colours)
-    axes.axhline(1.0, color="black", linewidth=1)
-    axes.set_ylabel("speed-up over the best of torch")
-    _legend(axes)
+def multiples(values: Mapping[str, float | None], yardstick: float | None) -> dict[str, float]:
+    """What is known of these values, over the yardstick; nothing without one."""
+    return {name: value / yardstick for name, value in values.items() if value is not None} if yardstick else {}
 
 
-def _times(axes: Any, rows: list[Record]) -> None:
-    floors = [row["floor_seconds"] for row in rows]
-    known = all(floor is not None for floor in floors)
-    series = {}
-    for name in _COLOURS:
-        times = [None if name == FUSED and _same(row) else _device_time(row, name) for row in rows]
-        if any(time is not None for time in times):
-            units = floors if known else [1e-6] * len(rows)
-            series[name] = [None if t is None else t / unit for t, unit in zip(times, units, strict=True)]
-    _bars(axes, rows, series, _COLOURS)
-    if known:
-        axes.axhline(1.0, color="black", linewidth=1)
-    axes.set_yscale("log")
-    # 2, not 2 × 10⁰, also between powers of ten where there are few.
-    axes.yaxis.set_major_formatter("{x:g}")
-    axes.yaxis.set_minor_formatter(_plain_between_powers())
-    axes.set_ylabel("time over floor\n(1: as fast as the hardware allows)" if known else "time in µs")
-    _legend(axes)
+def _of_contenders(row: Record | None, base: str, measure: Callable[[Record, str], float | None]) -> dict[str, float]:
+    """What every contender of a row takes, as a multiple of what ``base`` takes."""
+    if row is None:
+        return {}
+    names = [name for name in COLOURS if not _same_as_auto(row, name)]
+    return multiples({_LABELS.get(name, name): measure(row, name) for name in names}, measure(row, base))
 
 
-def _plain_between_powers() -> Any:
-    from matplotlib.ticker import LogFormatter
-
-    return LogFormatter(minor_thresholds=(1.5, 0.5))
-
-
-def _device_time(row: Record, name: str) -> float | None:
+def _times(row: Record, name: str) -> float | None:
+    """Inside a CUDA graph, or launched where a contender cannot be captured."""
     replayed = median(row, name, "replayed")
     return median(row, name, "launched") if replayed is None else replayed
 
 
-def _same(row: Record) -> bool:
-    entry = row["contenders"].get(FUSED)
+def _peak_memory(row: Record, name: str) -> float | None:
+    return (row["contenders"].get(name) or {}).get("peak_bytes")
+
+
+def _same_as_auto(row: Record, name: str) -> bool:
+    entry = row["contenders"].get(name)
     return entry is not None and entry["status"] == "same as auto"
-
-
-def _bars(axes: Any, rows: list[Record], series: dict[str, list[float | None]], colours: dict[str, str]) -> None:
-    for place, (name, values) in enumerate(series.items()):
-        bars(axes, values, (place, len(series)), label=name, color=colours[name])
-    axes.set_xticks(range(len(rows)), [shape_of(row) for row in rows], rotation=30, ha="right")
-    axes.set_xlabel(rows[0]["meaning"])
-
-
-def _legend(axes: Any) -> None:
-    """Above the bars, which a legend among them would hide."""
-    bottom, top = axes.get_ylim()
-    room = 1.2 if axes.get_yscale() == "linear" else (top / bottom) ** 0.2
-    axes.set_ylim(bottom, top * room)
-    axes.legend(fontsize="small", loc="upper center", ncols=4, columnspacing=1.0, handlelength=1.4, frameon=False)

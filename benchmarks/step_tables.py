@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from fusedlayers.bench.record import Record
 from fusedlayers.bench.tables import NONE, Table, median, timed_rows
 
 from .endings import day_and_commit, over_torch
 from .layer_tables import other_commits, rows_with_times
-from .plots import bars, figure_class, save
+from .plots import bar_picture, multiples, save
 from .step_models import AUTO, FP8, IN_16_BITS, KERNELS, LIGER, LIGER_AUTO, NAMES, NORM, RECOMPUTE, TORCH
 
 MODES = ("eager", "compile", "reduce-overhead")
@@ -31,14 +31,15 @@ _LIBRARIES = {"torch": "torch", "triton": "Triton", "transformers": "transformer
 # The most that a step may take with ours in auto mode, as a multiple of the same model's without, in the same mode.
 LIMIT = 1.02
 _COLOURS = {
-    AUTO: "#0072b2", NORM: "#009e73", KERNELS: "#e69f00", RECOMPUTE: "#56b4e9", LIGER: "#cc79a7", LIGER_AUTO: "#d55e00",
-    FP8: "#00704a",
+    TORCH: "#b0b0b0", LIGER: "#cc79a7", AUTO: "#56b4e9", NORM: "#0072b2", LIGER_AUTO: "#d55e00", KERNELS: "#e69f00",
+    RECOMPUTE: "#009e73", FP8: "#882255",
 }  # fmt: skip
 _LABELS = {
-    AUTO: "fusedlayers, norm=False", NORM: "fusedlayers", KERNELS: "fusedlayers, kernels forced",
-    RECOMPUTE: "fusedlayers, recompute=True", LIGER: "Liger-Kernel", LIGER_AUTO: "Liger-Kernel with fusedlayers",
-    FP8: "fusedlayers in fp8",
+    TORCH: "torch", LIGER: "Liger", AUTO: "fusedlayers, norm=False", NORM: "fusedlayers",
+    LIGER_AUTO: "fusedlayers and Liger", KERNELS: "fusedlayers, forced kernels",
+    RECOMPUTE: "fusedlayers, recompute=True", FP8: "fusedlayers, fp8",
 }  # fmt: skip
+_LABELS_OF_MODES = {"eager": "", "compile": ", compiled", "reduce-overhead": ", reduce-overhead"}
 
 
 class Cell(NamedTuple):
@@ -124,38 +125,41 @@ def over_limits(record: Record) -> list[str]:
 
 
 def plot(record: Record, path: Path) -> list[Path]:
-    """``<path without suffix>.png``: time and memory over torch's in the same mode.
+    """``<path without suffix>.png``: time and peak memory of all contenders in all modes, over those of torch.
 
     Raises:
         ValueError: the record holds no times.
         MatplotlibMissingError: matplotlib is not installed.
     """
-    rows = rows_with_times(record)
-    figure = figure_class()(figsize=(max(8, 0.6 * len(rows)), 7), layout="constrained")
-    axes = figure.subplots(2, 1, sharex=True)
-    _bars(axes[0], rows, {name: [over_torch(row, name) for row in rows] for name in _COLOURS})
-    _bars(axes[1], rows, {name: [_memory_ratio(row, name) for row in rows] for name in _COLOURS})
-    axes[0].set_ylabel("time over torch's\n(below 1 is faster)")
-    axes[1].set_ylabel("peak memory over torch's\n(below 1 is less)")
-    labels = [f"{row['grid']}\n{row['direction']}" for row in rows]
-    axes[1].set_xticks(range(len(rows)), labels, rotation=45, ha="right")
-    return [save(figure, record, "Whole training steps beside torch in the same mode", path.with_suffix(".png"))]
+    models = list(dict.fromkeys(row["grid"] for row in rows_with_times(record)))
+    ways = [(name, mode, label + way) for name, label in _LABELS.items() for mode, way in _LABELS_OF_MODES.items()]
+    return [picture(record, models, ways, path.with_suffix(".png"))]
 
 
-def _bars(axes: Any, rows: list[Record], series: dict[str, list[float | None]]) -> None:
-    series = {name: values for name, values in series.items() if any(value is not None for value in values)}
-    for place, (name, values) in enumerate(series.items()):
-        bars(axes, values, (place, len(series)), label=_LABELS[name], color=_COLOURS[name])
-    axes.axhline(1.0, color="black", linewidth=1)
-    if series:
-        # Above the bars, which a legend among them would hide.
-        axes.margins(x=0.01, y=0.25)
-        axes.legend(fontsize="small", loc="upper center", ncols=4, frameon=False)
+def picture(record: Record, models: Sequence[str], ways: Sequence[tuple[str, str, str]], target: Path) -> Path:
+    """Draw these models in these ways (contender, mode and name); 1 is torch in the first mode of the record."""
+    rows = {(row["grid"], row["direction"]): row for row in timed_rows(record)}
+    first_mode = next(mode for mode in MODES if any((model, mode) in rows for model in models))
+    titles = []
+    times, memory = list[dict[str, float]](), list[dict[str, float]]()
+    for model in models:
+        yardstick = rows[model, first_mode]
+        titles.append(yardstick["title"].replace(", ", ",\n"))
+        found = [(heading, rows[model, mode], name) for name, mode, heading in ways if (model, mode) in rows]
+        timed = [(heading, row, name) for heading, row, name in found if median(row, name, "launched") is not None]
+        seconds = {heading: median(row, name, "launched") for heading, row, name in timed}
+        times.append(multiples(seconds, median(yardstick, TORCH, "launched")))
+        memory.append(multiples({heading: peak(row, name) for heading, row, name in timed}, peak(yardstick, TORCH)))
+    panels = {"time of a step": times, "peak memory": memory}
+    colours = {heading: _darker(_COLOURS[name], MODES.index(mode)) for name, mode, heading in ways}
+    figure = bar_picture(titles, {title: values for title, values in panels.items() if any(values)}, colours)
+    return save(figure, record, f"Whole training steps: multiples of {first_mode} torch's, less is better", target)
 
 
-def _memory_ratio(row: Record, name: str) -> float | None:
-    ours, theirs = peak(row, name), peak(row, TORCH)
-    return None if ours is None or theirs is None else ours / theirs
+def _darker(colour: str, times: int) -> str:
+    """A colour ``#rrggbb`` whose parts are multiplied by 0.55 so many times."""
+    parts = (int(int(colour[at : at + 2], 16) * 0.55**times) for at in (1, 3, 5))
+    return "#" + "".join(f"{part:02x}" for part in parts)
 
 
 def _cell(row: Record | None, name: str) -> Cell:

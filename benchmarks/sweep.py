@@ -136,32 +136,35 @@ def markdown(record: Record) -> str:
 
 
 def plot(record: Record, path: Path) -> list[Path]:
-    """``<path without suffix>.png``: time and error over S for every shape, torch as a line.
+    """``<path without suffix>.png``: the time of every shape over S, and that of torch as a line.
+
+    The table has the errors, which hardly depend on S.
 
     Raises:
         MatplotlibMissingError: matplotlib is not installed.
     """
+    figures = figure_class()
+    from matplotlib.ticker import LogLocator, NullLocator
+
     rows = record["rows"]
-    figure = figure_class()(figsize=(5 * len(rows), 7), layout="constrained")
-    axes = figure.subplots(2, len(rows), squeeze=False)
-    for column, row in enumerate(rows):
-        entries = {s: row["entries"][f"S = {s}"] for s in SPLITS}
-        for place, (what, label) in enumerate(
-            (("microseconds", "time in µs"), ("max_error", "largest error / RMS of y"))
-        ):
-            panel = axes[place][column]
-            known = {s: entry[what] for s, entry in entries.items() if entry[what] is not None}
-            panel.plot(list(known), list(known.values()), marker="o", color="#0072b2", label="split kernels")
-            for name, colour in ((EAGER, "#8c8c8c"), ("S = auto", "#e69f00")):
-                if row["entries"][name][what] is not None:
-                    panel.axhline(row["entries"][name][what], color=colour, label=name, linestyle="--")
-            panel.set_xscale("log", base=2)
-            # Room for the legend; and the errors, which are all but equal, would lie on the frame.
-            panel.set_ylim(0, 1.3 * panel.get_ylim()[1])
-            panel.set_xlabel("split factor S")
-            panel.set_ylabel(label)
-            panel.legend(fontsize="small", loc="upper center", ncols=3)
-        axes[0][column].set_title(shape_text(row["shape"]))
+    figure = figures(figsize=(5 * len(rows), 4), layout="constrained")
+    for axes, row in zip(figure.subplots(1, len(rows), squeeze=False)[0], rows, strict=True):
+        entries = {s: row["entries"][f"S = {s}"]["microseconds"] for s in SPLITS}
+        known = {s: time for s, time in entries.items() if time is not None}
+        axes.plot(list(known), list(known.values()), marker="o", color="#0072b2", label="split kernels")
+        for name, label, colour, line in (
+            (EAGER, EAGER, "#616161", "--"), ("S = auto", "fusedlayers, S chosen", "#d55e00", ":")
+        ):  # fmt: skip
+            if row["entries"][name]["microseconds"] is not None:
+                axes.axhline(row["entries"][name]["microseconds"], color=colour, label=label, linestyle=line)
+        axes.set(xscale="log", yscale="log", xlabel="split factor S", title=shape_text(row["shape"]))
+        axes.set_xticks(list(known), list(map(str, known)))
+        axes.xaxis.set_minor_locator(NullLocator())
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axes.yaxis.set_major_formatter("{x:g}")
+        axes.yaxis.set_minor_locator(NullLocator())
+    figure.axes[0].set_ylabel("µs (less is better)")
+    figure.axes[0].legend(fontsize="small", frameon=False)
     return [save(figure, record, "Split-K linear over its split factor", path.with_suffix(".png"))]
 
 

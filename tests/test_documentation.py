@@ -251,6 +251,16 @@ def test_the_first_page_is_short() -> None:
     assert max(map(len, rows)) <= 14
 
 
+def test_every_picture_is_shown() -> None:
+    shown = {
+        (ROOT / page).parent.joinpath(link).resolve()
+        for page, text in PAGES.items()
+        for link in re.findall(r"!\[[^\]]+\]\(([^)\s]+)\)", text)
+    }
+    folders = ("docs", "benchmarks/results", "train_examples/results")
+    assert [path for folder in folders for path in (ROOT / folder).rglob("*.png") if path not in shown] == []
+
+
 @pytest.mark.parametrize("page", PAGES)
 def test_its_links_lead_somewhere(page: str) -> None:
     broken = []
