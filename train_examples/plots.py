@@ -112,11 +112,11 @@ def memory_kept(summaries: list[dict[str, Any]]) -> list[Measure]:
 def overlaid_losses(
     panels: Mapping[str, Mapping[str, list[dict[str, Any]]]], unit: str, title: str, path: Path
 ) -> None:
-    """For every model the losses of several runs in one panel, and below it their differences from the first run, as a
+    """For every model the losses of several runs in one panel, and beside it their differences from the first run, as a
     PNG at ``path``."""
-    figure = Figure(figsize=(6.5 * len(panels), 6.2), dpi=150, layout="constrained")
-    grid = figure.subplots(2, len(panels), squeeze=False, height_ratios=(2, 1), sharex="col")
-    for (name, runs), losses, differences in zip(panels.items(), *grid, strict=True):
+    figure = Figure(figsize=(10, 3.3 * len(panels)), dpi=110, layout="constrained")
+    grid = figure.subplots(len(panels), 2, squeeze=False)
+    for (name, runs), (losses, differences) in zip(panels.items(), grid, strict=True):
         first = next(iter(runs))
         for position, (run, rows) in enumerate(runs.items()):
             colour = MORE_COLOURS[position % len(MORE_COLOURS)]
@@ -126,7 +126,7 @@ def overlaid_losses(
             losses.plot(steps, values, color=colour, linewidth=width, label=run)
             apart = [value - row["train_loss"] for value, row in zip(values, runs[first], strict=False)]
             differences.plot(steps[: len(apart)], apart, color=colour, linewidth=1.3)
-        style(losses, name, "", f"training loss ({unit})")
+        style(losses, name, "step", f"training loss ({unit})")
         style(differences, f"minus that of {first}", "step", unit)
         losses.legend(frameon=False)
     figure.suptitle(title, fontsize=13, color=TEXT, wrap=True)
@@ -170,7 +170,7 @@ def split_factors(microseconds: Mapping[str, float], title: str, path: Path) -> 
     figure = Figure(figsize=(7, 4.3), dpi=150, layout="constrained")
     axes = figure.subplots()
     best = min(splits, key=lambda split: splits[split])
-    label = f"S ranges, {splits[best]:.1f} µs with {best}"
+    label = f"S splits: {splits[best]:.1f} µs with {best}"
     axes.plot(list(splits), list(splits.values()), color=COLOURS[0], linewidth=2.6, marker="o", label=label)
     others = {name: time for name, time in microseconds.items() if not name.startswith("S = ")}
     for colour, line, (name, time) in zip((COLOURS[1], TEXT), ("--", ":"), others.items(), strict=False):
