@@ -18,6 +18,8 @@ ROOT = Path(__file__).resolve().parents[1]
 TEXTS = ("README.md", "CHANGELOG.md", "SECURITY.md", "CODE_OF_CONDUCT.md")
 # Two groups: the text before a link's target, and the target without its anchor.
 LINK = re.compile(r"(!?\[[^\]]*\]\()([^)\s#]+)")
+# How docstrings name other objects, a role of Sphinx and a name: two groups, the name as code, and the name alone.
+ROLE = re.compile(r":(?:class|func|meth|mod):(<code>([\w.]+)</code>)")
 _PARTS = {
     "fusedlayers": [name for name in fusedlayers.__all__ if name not in ("functional", "parallel")],
     "fusedlayers.functional": fusedlayers.functional.__all__,
@@ -45,6 +47,17 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
     """A page of docs/ with its links as they are on the site."""
     name = f"docs/{page.file.src_uri}"
     return with_links(markdown, name) if (ROOT / name).is_file() else markdown
+
+
+def on_page_content(html: str, page: Any, config: Any, files: Any) -> str:
+    """A page of docstrings whose roles are links, to what the page has one of."""
+    anchors = set(re.findall(r'id="([\w.]+)"', html))
+
+    def linked(found: re.Match[str]) -> str:
+        targets = [anchor for anchor in anchors if f".{anchor}".endswith(f".{found[2]}")]
+        return f'<a href="#{targets[0]}">{found[1]}</a>' if len(targets) == 1 else found[1]
+
+    return ROLE.sub(linked, html)
 
 
 def sources() -> list[str]:

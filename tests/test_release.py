@@ -54,6 +54,13 @@ def test_the_links_of_the_site_lead_to_files() -> None:
     assert moved == "[a](index.md#b) ![c](pictures/d.png) [e](files/kernels/f.py) [g](https://h/i)"
 
 
+def test_roles_of_docstrings_become_links_to_the_names_on_the_page() -> None:
+    names = '<h3 id="fusedlayers.FusedFFN">f</h3><h4 id="a.A.forward">1</h4><h4 id="a.B.forward">2</h4>'
+    text = " :class:<code>FusedFFN</code>, :meth:<code>forward</code> and :mod:<code>fusedlayers.closeness</code>"
+    linked = ' <a href="#fusedlayers.FusedFFN"><code>FusedFFN</code></a>, <code>forward</code> and '
+    assert site.on_page_content(names + text, None, None, None) == f"{names}{linked}<code>fusedlayers.closeness</code>"
+
+
 def test_the_reference_has_every_public_name() -> None:
     named = re.findall(r"^::: ([\w.]+)$", site.reference(), re.MULTILINE)
     assert {f"fusedlayers.{name}" for name in fusedlayers.__all__} - {
