@@ -20,6 +20,8 @@ TEXTS = ("README.md", "CHANGELOG.md", "SECURITY.md", "CODE_OF_CONDUCT.md")
 LINK = re.compile(r"(!?\[[^\]]*\]\()([^)\s#]+)")
 # How docstrings name other objects, a role of Sphinx and a name: two groups, the name as code, and the name alone.
 ROLE = re.compile(r":(?:class|func|meth|mod):(<code>([\w.]+)</code>)")
+# Pages that have every word somewhere; in the results of a search they come last.
+RECORDS = ("families.md", "results.md", "changelog.md")
 _PARTS = {
     "fusedlayers": [name for name in fusedlayers.__all__ if name not in ("functional", "parallel")],
     "fusedlayers.functional": fusedlayers.functional.__all__,
@@ -45,6 +47,8 @@ def on_files(files: Any, config: Any) -> Any:
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
     """A page of docs/ with its links as they are on the site."""
+    if page.file.src_uri in RECORDS:
+        page.meta["search"] = {"boost": 0.1}
     name = f"docs/{page.file.src_uri}"
     return with_links(markdown, name) if (ROOT / name).is_file() else markdown
 
