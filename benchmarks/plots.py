@@ -30,6 +30,9 @@ COLOURS = {
 }
 # What the tables of the documentation call ours.
 _LABELS = {AUTO: "fusedlayers", FUSED: "forced kernels"}
+_COLOURS_OF_LABELS = {_LABELS.get(name, name): colour for name, colour in COLOURS.items()}
+# How to read what is measured of a contender from a row, None if it was not.
+Measure = Callable[[Record, str], float | None]
 # Longer bars are cut off, with their value written at the end: one of them would make all others unreadable.
 LONGEST_BAR = 2.5
 
@@ -49,22 +52,59 @@ def plot(record: Record, path: Path) -> list[Path]:
     written = []
     for grid in dict.fromkeys(row["grid"] for row in rows):
         of_grid = [row for row in rows if row["grid"] == grid]
-        base = next((name for name in TORCH_CONTENDERS if _times(of_grid[0], name)), EAGER)
-        shapes = list(dict.fromkeys(map(shape_of, of_grid)))
-        panels = {}
-        for direction, title in DIRECTIONS.items():
-            by_shape = {shape_of(row): row for row in of_grid if row["direction"] == direction}
-            for what, measure in (("time", _times), ("peak memory", _peak_memory)):
-                values = [_of_contenders(by_shape.get(shape), base, measure) for shape in shapes]
-                # A forward pass keeps what the backward pass needs, so its memory alone says little.
-                if any(values) and (what == "time" or direction == "forward_backward"):
-                    panels[f"{what}\n{title}"] = values
-        figure = bar_picture(shapes, panels, {_LABELS.get(name, name): colour for name, colour in COLOURS.items()})
-        figure.axes[0].set_ylabel(fill(of_grid[0]["meaning"], 30))
-        yardstick = "eager torch" if base == EAGER else base
-        title = f"{of_grid[0]['title']}: multiples of {yardstick}'s, less is better"
+        # Several sizes that differ in the number of tokens alone are the points of a line.
+        tokens = {row["shape"][0] for row in of_grid}
+        growing = len(tokens) > 2 and len({tuple(row["shape"][1:]) for row in of_grid}) == 1
+        figure, title = _lines(of_grid) if growing else _multiples(of_grid)
         written.append(save(figure, record, title, path.with_name(f"{path.stem}-{grid}.png")))
     return written
+
+
+def _multiples(rows: list[Record]) -> tuple[Any, str]:
+    """A figure with bars of time and of memory over torch's for each shape, and its title."""
+    base = next((name for name in TORCH_CONTENDERS if _time(rows[0], name)), EAGER)
+    shapes = list(dict.fromkeys(map(shape_of, rows)))
+    panels = {}
+    for direction, what, measure in _measures(rows):
+        by_shape = {shape_of(row): row for row in rows if row["direction"] == direction}
+        values = [_of_contenders(by_shape.get(shape), base, measure) for shape in shapes]
+        if any(values):
+            panels[f"{what}\n{DIRECTIONS[direction]}"] = values
+    figure = bar_picture(shapes, panels, _COLOURS_OF_LABELS)
+    figure.axes[0].set_ylabel(fill(rows[0]["meaning"], 30))
+    yardstick = "eager torch" if base == EAGER else base
+    return figure, f"{rows[0]['title']}: multiples of {yardstick}'s, less is better"
+
+
+def _lines(rows: list[Record]) -> tuple[Any, str]:
+    """A figure with lines of time and of memory over the number of tokens, and its title."""
+    panels = _measures(rows)
+    figure = figure_class()(figsize=(5 * len(panels), 4.2), layout="constrained")
+    for axes, (direction, what, measure) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
+        chosen = sorted((row for row in rows if row["direction"] == direction), key=lambda row: row["shape"][0])
+        unit, name_of_unit = (1e-3, "ms") if what == "time" else (2**30, "GiB")
+        series = {}
+        for name in COLOURS:
+            values = {row["shape"][0]: measure(row, name) for row in chosen if not _same_as_auto(row, name)}
+            known = {tokens: value / unit for tokens, value in values.items() if value is not None}
+            series[_LABELS.get(name, name)] = known
+        over_tokens(axes, series, _COLOURS_OF_LABELS, name_of_unit)
+        axes.set_title(f"{what}, {DIRECTIONS[direction]}", fontsize="medium")
+    figure.axes[-1].legend(fontsize="small", frameon=False)
+    fixed = rows[0]["meaning"].partition(" × ")[2]
+    return figure, f"{rows[0]['title']}, {fixed} = {shape_of(rows[0]).partition('×')[2]}: less is better"
+
+
+def _measures(rows: list[Record]) -> list[tuple[str, str, Measure]]:
+    """What is shown: direction, name and measure.
+
+    A forward pass keeps what its backward pass needs, so its own peak says little.
+    """
+    directions = [direction for direction in DIRECTIONS if any(row["direction"] == direction for row in rows)]
+    found: list[tuple[str, str, Measure]] = [(direction, "time", _time) for direction in directions]
+    if any(_peak_memory(row, name) for row in rows for name in COLOURS if row["direction"] == "forward_backward"):
+        found.append(("forward_backward", "peak memory", _peak_memory))
+    return found
 
 
 def draw(plot_of: Callable[[Record, Path], list[Path]], record: Record, path: Path) -> None:
@@ -149,7 +189,21 @@ def multiples(values: Mapping[str, float | None], yardstick: float | None) -> di
     return {name: value / yardstick for name, value in values.items() if value is not None} if yardstick else {}
 
 
-def _of_contenders(row: Record | None, base: str, measure: Callable[[Record, str], float | None]) -> dict[str, float]:
+def over_tokens(axes: Any, series: Mapping[str, Mapping[int, float]], colours: Mapping[str, str], unit: str) -> None:
+    """A line for each contender: its values, in this unit, by the number of tokens."""
+    for name, values in series.items():
+        if values:
+            axes.plot(list(values), list(values.values()), marker="o", markersize=4, color=colours[name], label=name)
+    axes.set_xlim(left=0)
+    axes.set_ylim(bottom=0)
+    axes.locator_params(axis="x", nbins=5)
+    axes.xaxis.set_major_formatter("{x:,.0f}")
+    axes.set_xlabel("tokens")
+    axes.set_ylabel(unit)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def _of_contenders(row: Record | None, base: str, measure: Measure) -> dict[str, float]:
     """What every contender of a row takes, as a multiple of what ``base`` takes."""
     if row is None:
         return {}
@@ -157,7 +211,7 @@ def _of_contenders(row: Record | None, base: str, measure: Callable[[Record, str
     return multiples({_LABELS.get(name, name): measure(row, name) for name in names}, measure(row, base))
 
 
-def _times(row: Record, name: str) -> float | None:
+def _time(row: Record, name: str) -> float | None:
     """Inside a CUDA graph, or launched where a contender cannot be captured."""
     replayed = median(row, name, "replayed")
     return median(row, name, "launched") if replayed is None else replayed

@@ -4,8 +4,8 @@
     python -m benchmarks.records plot FILE.json                 its pictures, beside it
     python -m benchmarks.records update FILE.json NEWER.json    rows that were measured anew, put into a record
 
-A record is one of ``python -m fusedlayers.bench ... --time``, of ``benchmarks.host``, ``steps`` or ``sweep``. The exit
-status is 1 if it cannot be read, holds no times, or is not like the newer one.
+A record is one of ``python -m fusedlayers.bench ... --time``, of ``benchmarks.host``, ``lengths``, ``steps`` or
+``sweep``. The exit status is 1 if it cannot be read, holds no times, or is not like the newer one.
 """
 
 from __future__ import annotations
@@ -17,10 +17,12 @@ from typing import Any
 
 from fusedlayers.bench.record import Record, read, write
 
-from . import host_tables, layer_tables, plots, step_tables, sweep
+from . import host_tables, layer_tables, lengths, plots, step_tables, sweep
 
 # What makes tables and pictures of records whose rows are no shapes of a case, by the case that their rows name.
-_OTHERS: dict[str, Any] = {"host": host_tables, "steps": step_tables, "split_k_sweep": sweep}
+_OTHERS: dict[str, Any] = {
+    "host": host_tables, "lengths": lengths, "steps": step_tables, "split_k_sweep": sweep,
+}  # fmt: skip
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -30,11 +30,11 @@ FIRST_PAGE = ("llama-2048", "phi3-3072", "qwen2-896", "gpt2-768", "mixtral-1024"
 _LIBRARIES = {"torch": "torch", "triton": "Triton", "transformers": "transformers", "liger_kernel": "Liger-Kernel"}
 # The most that a step may take with ours in auto mode, as a multiple of the same model's without, in the same mode.
 LIMIT = 1.02
-_COLOURS = {
+COLOURS = {
     TORCH: "#b0b0b0", LIGER: "#cc79a7", AUTO: "#56b4e9", NORM: "#0072b2", LIGER_AUTO: "#d55e00", KERNELS: "#e69f00",
     RECOMPUTE: "#009e73", FP8: "#882255",
 }  # fmt: skip
-_LABELS = {
+LABELS = {
     TORCH: "torch", LIGER: "Liger", AUTO: "fusedlayers, norm=False", NORM: "fusedlayers",
     LIGER_AUTO: "fusedlayers and Liger", KERNELS: "fusedlayers, forced kernels",
     RECOMPUTE: "fusedlayers, recompute=True", FP8: "fusedlayers, fp8",
@@ -132,7 +132,7 @@ def plot(record: Record, path: Path) -> list[Path]:
         MatplotlibMissingError: matplotlib is not installed.
     """
     models = list(dict.fromkeys(row["grid"] for row in rows_with_times(record)))
-    ways = [(name, mode, label + way) for name, label in _LABELS.items() for mode, way in _LABELS_OF_MODES.items()]
+    ways = [(name, mode, label + way) for name, label in LABELS.items() for mode, way in _LABELS_OF_MODES.items()]
     return [picture(record, models, ways, path.with_suffix(".png"))]
 
 
@@ -151,7 +151,7 @@ def picture(record: Record, models: Sequence[str], ways: Sequence[tuple[str, str
         times.append(multiples(seconds, median(yardstick, TORCH, "launched")))
         memory.append(multiples({heading: peak(row, name) for heading, row, name in timed}, peak(yardstick, TORCH)))
     panels = {"time of a step": times, "peak memory": memory}
-    colours = {heading: _darker(_COLOURS[name], MODES.index(mode)) for name, mode, heading in ways}
+    colours = {heading: _darker(COLOURS[name], MODES.index(mode)) for name, mode, heading in ways}
     figure = bar_picture(titles, {title: values for title, values in panels.items() if any(values)}, colours)
     return save(figure, record, f"Whole training steps: multiples of {first_mode} torch's, less is better", target)
 

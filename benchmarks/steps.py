@@ -219,7 +219,7 @@ def measured(
     seconds: float, compile_liger: bool = False,
 ) -> list[Record]:  # fmt: skip
     """A row for each mode: all contenders checked, then timed together."""
-    _forget(device)
+    forget(device)
     torch.manual_seed(seed)
     plain = model.build(device, dtype)
     inputs = model.inputs(device, dtype, seed)
@@ -276,7 +276,7 @@ def _bytes(value: Any) -> int:
     return value.numel() * value.element_size() if isinstance(value, Tensor) else 0
 
 
-def _forget(device: torch.device) -> None:
+def forget(device: torch.device) -> None:
     """Models hold themselves in cycles: what is left of the last one must not count for the next."""
     torch.compiler.reset()
     gc.collect()

@@ -84,6 +84,23 @@ def test_plots_are_made_from_the_file(gpu_record: Record, tmp_path: Path, monkey
     assert memory[0]["fusedlayers"] == 1
 
 
+def test_sizes_that_differ_in_tokens_are_points_of_lines(gpu_record: Record, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    first = gpu_record["rows"][0]
+    rows = [first | {"shape": [tokens, *first["shape"][1:]]} for tokens in (4096, 1024, 2048)]
+    figure, title = plots._lines(rows)
+    assert title == "FFN, gelu_tanh, bias, d_model × d_ff = 64×256: less is better"
+    assert [axes.get_title() for axes in figure.axes] == [
+        "time, forward + backward", "peak memory, forward + backward"
+    ]  # fmt: skip
+    torch_times = figure.axes[0].lines[0]
+    assert list(torch_times.get_xdata()) == [1024, 2048, 4096]
+    assert list(torch_times.get_ydata()) == pytest.approx([0.4] * 3)
+    record.write(gpu_record | {"rows": rows}, tmp_path / "all.json")
+    assert command("plot", tmp_path / "all.json") == 0
+    assert (tmp_path / "all-ffn.png").stat().st_size > 10_000
+
+
 def test_a_picture_has_no_empty_places_and_no_endless_bars() -> None:
     pytest.importorskip("matplotlib")
     panels = {"time": [{"torch": 1.0, "ours": 0.5}, {"ours": 40.0}], "memory": [{"torch": 1.0}, {}]}
