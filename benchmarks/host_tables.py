@@ -32,7 +32,8 @@ def table(record: Record) -> Table:
     found = {name: None for row in rows for name, entry in row["contenders"].items() if entry["status"] == "timed"}
     names = sorted(found, key=lambda name: (ONE_WAY, ONE_THREAD, COMPILED).index(name[len(name.partition(",")[0]) :]))
     alone = [name for name in names if "," not in name]
-    columns = ("layer", "shape", "pass", *names, f"host: {' / '.join(alone)}", f"device: {' / '.join(alone)}")
+    order = " / ".join(map(_label, alone))
+    columns = ("layer", "shape", "pass", *map(_label, names), f"host: {order}", f"device: {order}")
     lines = []
     for row in rows:
         host = [row["contenders"].get(name, {}).get("host_seconds") for name in alone]
@@ -93,6 +94,12 @@ def plot(record: Record, path: Path) -> list[Path]:
     figure = bar_picture(layers, panels, {label: _COLOURS[name] for name, label in _LABELS.items()})
     title = "Time of a layer launched by itself: multiples of torch's, less is better"
     return [save(figure, record, title, path.with_suffix(".png"))]
+
+
+def _label(name: str) -> str:
+    """What a contender is called in tables and pictures, with the way in which it runs."""
+    base = name.partition(",")[0]
+    return _LABELS.get(base, base) + name[len(base) :]
 
 
 def _layer(row: Record) -> str:

@@ -66,7 +66,7 @@ def table(record: Record) -> Table:
         for row in rows
     ]
     title = "A training step: ms (over torch's in the same mode) / most MiB"
-    return Table(title, ("model", "tokens", "mode", *names), tuple(lines))
+    return Table(title, ("model", "tokens", "mode", *(LABELS[name] for name in names)), tuple(lines))
 
 
 def first_page(record: Record) -> tuple[list[str], dict[str, list[Cell]]]:
