@@ -121,9 +121,10 @@ def table(record: Record) -> Table:
 
 def markdown(record: Record) -> str:
     """The table with its conditions above."""
+    measured_on = conditions(record, record["rows"])
     return (
-        f"{conditions(record)}: random weights, six layers, a fused AdamW, eager, one text a step; weights, gradients "
-        f"and the optimizer's state included.\n\n{table(record).markdown()}"
+        f"{measured_on}: random weights, six layers, a fused AdamW, eager, one text a step; weights, gradients and the "
+        f"optimizer's state included.\n\n{table(record).markdown()}"
     )
 
 

@@ -137,13 +137,18 @@ def plot(record: Record, path: Path) -> list[Path]:
 
 
 def picture(record: Record, models: Sequence[str], ways: Sequence[tuple[str, str, str]], target: Path) -> Path:
-    """Draw these models in these ways (contender, mode and name); 1 is torch in the first mode of the record."""
+    """Draw these models in these ways (contender, mode and name); 1 is torch in the first mode of the record.
+
+    A model that has no times in that mode is left out.
+    """
     rows = {(row["grid"], row["direction"]): row for row in timed_rows(record)}
     first_mode = next(mode for mode in MODES if any((model, mode) in rows for model in models))
     titles = []
     times, memory = list[dict[str, float]](), list[dict[str, float]]()
     for model in models:
-        yardstick = rows[model, first_mode]
+        yardstick = rows.get((model, first_mode))
+        if yardstick is None:
+            continue
         titles.append(yardstick["title"].replace(", ", ",\n"))
         found = [(heading, rows[model, mode], name) for name, mode, heading in ways if (model, mode) in rows]
         timed = [(heading, row, name) for heading, row, name in found if median(row, name, "launched") is not None]
