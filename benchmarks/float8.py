@@ -1,16 +1,22 @@
-"""Layers of ``precision="fp8"`` beside ours in bf16, torch, and quantisation that is separate from the products.
+"""Layers of ``precision="fp8"`` beside ours in bf16, torch's, and two other ways to compute in 8 bits.
 
     python -m benchmarks.float8                   all layers
     python -m benchmarks.float8 --seconds 5       timed for longer
 
-*Separate* is ``torch._scaled_mm`` with scales of rows, and torch.compile of all else. *fp8* quantises the weights at
-every call, as the first training call after an optimizer's step does; *weights kept* is a further one, such as that of
-another micro-batch. Launched calls are timed before CUDA graphs are captured: no weight that was used in one is kept.
+*Separate* is ``torch._scaled_mm`` with scales of rows, and torch.compile of all else. *torchao* is torchao's float8
+training, compiled in the same way, if it is installed (``pip install torchao``). Of its two recipes with scales of rows
+it runs the one whose weight gradients are computed as ours are: ``rowwise`` where auto mode computes them from operands
+in 8 bits, and ``rowwise_with_gw_hp`` where from operands in 16.
+
+*fp8* quantises the weights at every call, as the first training call after an optimizer's step does; *weights kept* is
+a further one, such as that of another micro-batch. Launched calls are timed before CUDA graphs are captured, because no
+weight that was used in a graph is kept.
 
 The rows of the record (:mod:`fusedlayers.bench.record`) have the case ``float8``, ``title``, ``shape`` and
 ``direction``; ``launched`` and ``replayed``, {contender: {median, first_quartile, third_quartile}}; ``paths``, ours by
 the kind of time; ``noise``, {contender: the signal over the noise in dB beside eager torch, the least of y, dx and the
-gradients of weights, null for the same bits}; ``compilation``, {contender: seconds}, and ``clocks``.
+gradients of weights, null for the same bits}; ``compilation``, {contender: seconds}, and ``clocks``. The versions have
+torchao's if it took part.
 
 Exit status: 0 if everything is right, 1 if a result is wrong or nothing can be measured, 2 for a bad command line.
 """
@@ -51,10 +57,25 @@ from fusedlayers.functional.float8 import forget_weights
 from fusedlayers.functional.switches import switched
 
 from .endings import answered, chosen_gpu, day_and_commit
-from .float8_layers import BF16, COMPILED, FP8, KEPT, LAYERS, SEPARATE, TORCH, Layer, contenders
+from .float8_layers import (
+    BF16,
+    COMPILED,
+    FP8,
+    KEPT,
+    LAYERS,
+    SEPARATE,
+    TORCH,
+    TORCHAO,
+    Layer,
+    contenders,
+    has_torchao,
+)
 
 # The least signal over noise, in dB, beside eager torch.
-_LEAST = {COMPILED: 35.0, SEPARATE: 18.0, BF16: 35.0, FP8: 18.0, KEPT: 18.0}
+_LEAST = {COMPILED: 35.0, SEPARATE: 18.0, TORCHAO: 18.0, BF16: 35.0, FP8: 18.0, KEPT: 18.0}
+# Others' ways to compute in 8 bits.
+_PEERS = (SEPARATE, TORCHAO)
+_BEST = "best peer"
 _MOST_WARM_UPS = 10
 Step = Callable[[], tuple[Tensor, ...]]
 
@@ -185,13 +206,15 @@ def table(record: Record) -> Table:
     """A line for each layer and direction: medians in µs, launched / replayed, and how many times as fast fp8 is."""
     rows = record["rows"]
     names = [name for name in (TORCH, *_LEAST) if any(name in row[kind] for row in rows for kind in KINDS)]
-    ratios = [name for name in (BF16, SEPARATE) if name in names]
+    peers = [name for name in _PEERS if name in names]
+    ratios = {BF16: [BF16]} | ({_BEST if len(peers) > 1 else peers[0]: peers} if peers else {})
     known = ["path"] if any(row["paths"] for row in rows) else []
     columns = ("layer", "size", "pass", *names, *(f"× over {name}" for name in ratios), *known)
     lines = []
     for row in rows:
         times = [_both(f"{1e6 * time:.0f}" if time else NONE for time in _medians(row, name)) for name in names]
-        over = [_both(f"{ratio:.2f}" if ratio else NONE for ratio in _speeds(row, name)) for name in ratios]
+        speeds = [_speeds(row, others) for others in ratios.values()]
+        over = [_both(f"{speed:.2f}" if speed else NONE for speed in each) for each in speeds]
         paths = [row["paths"].get(kind, {}).get(FP8) or NONE for kind in KINDS]
         path = [paths[0] if len(set(paths)) == 1 else _both(paths)] if known else []
         lines.append((row["title"], shape_of(row), DIRECTIONS[row["direction"]], *times, *over, *path))
@@ -206,28 +229,38 @@ def _medians(row: Record, name: str) -> list[float | None]:
     return [row[kind][name]["median"] if name in row[kind] else None for kind in KINDS]
 
 
-def _speeds(row: Record, name: str) -> list[float | None]:
-    """How many times as fast fp8 is as another contender, launched and replayed."""
-    pairs = zip(_medians(row, name), _medians(row, FP8), strict=True)
-    return [other / ours if other and ours else None for other, ours in pairs]
+def _speeds(row: Record, others: list[str]) -> list[float | None]:
+    """How many times as fast fp8 is as the fastest of other contenders, launched and replayed."""
+    times = zip(*(_medians(row, name) for name in others), strict=True)
+    fastest = [min(filter(None, each), default=None) for each in times]
+    return [other / ours if other and ours else None for other, ours in zip(fastest, _medians(row, FP8), strict=True)]
 
 
 def markdown(record: Record) -> str:
     """The section of the documentation: the table, its conditions, and where 8 bits do not pay."""
     shown, versions = table(record), record["versions"]
+    libraries = {"torch": "torch", "triton": "Triton", "torchao": "torchao"}
+    installed = ", ".join(f"{title} {versions[name]}" for name, title in libraries.items() if name in versions)
     caption = (
-        f"Measured on {record['device']['name']}, torch {versions['torch']}, Triton {versions['triton']}, "
-        f"{day_and_commit(record)}: medians, all contenders interleaved, launched one by one / in a CUDA graph. "
+        f"Measured on {record['device']['name']}, {installed}, {day_and_commit(record)}: medians, all contenders "
+        "interleaved, launched one by one / in a CUDA graph. "
         f"*{TORCH}* is eager torch in bf16, *{BF16}* our layer without `precision`, *{FP8}* with it."
     )
     if SEPARATE in shown.columns:
         caption += f" *{SEPARATE}*: `torch._scaled_mm` with scales of rows, and `torch.compile` of all else."
+    if TORCHAO in shown.columns:
+        caption += (
+            f" *{TORCHAO}*: its float8 training under `torch.compile`, with the recipe `rowwise` where auto mode"
+            " computes weight gradients in 8 bits, and else `rowwise_with_gw_hp`."
+        )
+    if f"× over {_BEST}" in shown.columns:
+        caption += f" *{_BEST.capitalize()}*: the faster of *{SEPARATE}* and *{TORCHAO}*."
     if KEPT in shown.columns:
         caption += " *Weights kept*: a further training call between two steps of the optimizer."
     slower = [
         f"{row['title']} {shape_of(row)}, {DIRECTIONS[row['direction']]}, {kind} ({speed:.2f})"
         for row in record["rows"]
-        for kind, speed in zip(KINDS, _speeds(row, BF16), strict=True)
+        for kind, speed in zip(KINDS, _speeds(row, [BF16]), strict=True)
         if speed and speed < ENOUGH
     ]
     where = f"8 bits do not pay here: {'; '.join(slower)}." if slower else "8 bits are nowhere slower than bf16 here."
@@ -256,7 +289,10 @@ def _run(chosen: argparse.Namespace, words: list[str]) -> int:
     path = record_path(chosen.output, "float8", "bf16", device)
     clock, started, right = clock_for(device), time.perf_counter(), True
     method = {"seconds_per_row": chosen.seconds, "cold_cache_bytes": clock.cold_cache_bytes, "seed": chosen.seed}
-    record = records.new_record(words, device, method, chosen.commit)
+    libraries = [TORCHAO] if has_torchao() else []
+    if not libraries:
+        print(f"skip   {TORCHAO}: it is not installed: pip install torchao")
+    record = records.new_record(words, device, method, chosen.commit, libraries)
     for layer in LAYERS:
         for direction in (FORWARD, FORWARD_BACKWARD):
             label = f"{layer.title} {shape_text(layer.shape)} {direction}"
@@ -273,8 +309,9 @@ def _run(chosen: argparse.Namespace, words: list[str]) -> int:
             finally:
                 gc.collect()
                 torch.cuda.empty_cache()
-            compiled = ", ".join(f"{name} {row['compilation'][name]:.1f} s" for name in (COMPILED, SEPARATE))
-            print(f"timed  {label} (compilation: {compiled})", flush=True)
+            seconds = row["compilation"]
+            compiled = [f"{name} {seconds[name]:.1f} s" for name in (COMPILED, *_PEERS) if name in seconds]
+            print(f"timed  {label} (compilation: {', '.join(compiled)})", flush=True)
             record["rows"].append(row)
             records.write(record, path)
     records.finish(record, path)

@@ -1,8 +1,8 @@
-"""The layers that are measured in 8 bits, and in what ways their products and what surrounds them run."""
+"""The layers that are measured in 8 bits, and the contenders that run them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import importlib.util
 from typing import Any, NamedTuple
 
 import torch
@@ -12,7 +12,8 @@ from torch.nn import functional as F
 from fusedlayers import FusedFFN, SplitKLinear
 from fusedlayers.functional import lora_ffn
 
-TORCH, COMPILED, SEPARATE = "torch", "torch.compile", "separate"
+TORCH, COMPILED = "torch", "torch.compile"
+SEPARATE, TORCHAO = "separate", "torchao"
 BF16, FP8, KEPT = "bf16", "fp8", "fp8, weights kept"
 _E4M3, _LARGEST = torch.float8_e4m3fn, 448.0
 
@@ -43,13 +44,18 @@ class AdaptedFFN(FusedFFN):
 
 
 class Layer(NamedTuple):
-    """A layer of the sizes M, K, N; without an activation a linear one, and with a ``rank`` one of frozen weights."""
+    """A layer of the sizes M, K, N; without an activation a linear one, and with a ``rank`` one of frozen weights.
+
+    ``recipe`` is torchao's name of what auto mode does: weight gradients from operands in 8 bits are ``rowwise``, from
+    operands in 16 bits ``rowwise_with_gw_hp``. Without weight gradients both are the same, but for a weight's scales.
+    """
 
     title: str
     shape: tuple[int, int, int]
     activation: str = ""
     gated: bool = False
     rank: int = 0
+    recipe: str = "rowwise"
 
     def ours(self, precision: str | None, device: torch.device) -> nn.Module:
         """The layer in bf16, with other weights every time."""
@@ -62,17 +68,17 @@ class Layer(NamedTuple):
 
 
 LAYERS = (
-    Layer("FFN, gelu", (16384, 1024, 4096), "gelu"),
+    Layer("FFN, gelu", (16384, 1024, 4096), "gelu", recipe="rowwise_with_gw_hp"),
     Layer("gated FFN, silu", (16384, 2048, 8192), "silu", gated=True),
     Layer("gated FFN, silu", (8192, 4096, 14336), "silu", gated=True),
     Layer("gated FFN, silu, LoRA", (16384, 2048, 8192), "silu", gated=True, rank=16),
     Layer("gated FFN, silu, LoRA", (8192, 4096, 14336), "silu", gated=True, rank=16),
-    Layer("linear", (16384, 2048, 2048)),
+    Layer("linear", (16384, 2048, 2048), recipe="rowwise_with_gw_hp"),
     Layer("linear", (8192, 4096, 4096)),
 )
 
 
-class _ScaledLinear(torch.autograd.Function):
+class _ScaledProduct(torch.autograd.Function):
     """torchao's ``rowwise_with_gw_hp``, with sums on chip as fast as ours: gradients of weights are those of bf16.
 
     For dx the weight is quantised along its columns as it lies, so that only bytes are to be transposed.
@@ -92,11 +98,6 @@ class _ScaledLinear(torch.autograd.Function):
         return _product(left, right.t().contiguous().t(), rows, columns), dw
 
 
-def _scaled_linear(x: Tensor, weight: Tensor) -> Tensor:
-    found: Tensor = _ScaledLinear.apply(x, weight)  # dynamo knows a call of this kind, and no stored one
-    return found
-
-
 def _quantised(x: Tensor, dim: int) -> tuple[Tensor, Tensor]:
     """The matrix in e4m3, and for each of its lines along ``dim`` what that is to be multiplied by, in float32."""
     scale = x.abs().amax(dim, keepdim=True).float().clamp_min(1e-12) / _LARGEST
@@ -109,31 +110,68 @@ def _product(left: Tensor, right: Tensor, rows: Tensor, columns: Tensor) -> Tens
     return found
 
 
-class Plain(nn.Module):
-    """One of our layers in the operations of torch, with the same weights; ``product`` takes x and a weight."""
-
-    def __init__(self, ours: Any, product: Callable[[Tensor, Tensor], Tensor] = F.linear) -> None:
-        super().__init__()
-        self.ours, self.product, self.ffn = ours, product, isinstance(ours, FusedFFN)
+class ScaledLinear(nn.Linear):
+    """A linear layer without bias whose operands are quantised apart from its product."""
 
     def forward(self, x: Tensor) -> Tensor:
-        if not self.ffn:
-            return self.product(x, self.ours.weight)
-        hidden = self._linear("up_proj", x)
-        if self.ours.gate_proj is None:
-            return self._linear("down_proj", F.gelu(hidden))
-        return self._linear("down_proj", F.silu(self._linear("gate_proj", x)) * hidden)
+        found: Tensor = _ScaledProduct.apply(x, self.weight)
+        return found
 
-    def _linear(self, name: str, x: Tensor) -> Tensor:
-        y = self.product(x, getattr(self.ours, name).weight)
-        return y + self.ours.adapters[name](x) * self.ours.scale if isinstance(self.ours, AdaptedFFN) else y
+
+class Plain(nn.Module):
+    """One of our layers in the operations of torch; its linear layers, of class ``linear``, share the weights."""
+
+    def __init__(self, ours: Any, linear: type[nn.Linear] = nn.Linear) -> None:
+        super().__init__()
+        # In the order of our children, so that gradients come in the order of ours.
+        children = ours.named_children() if isinstance(ours, FusedFFN) else [("linear", ours)]
+        linears = {name: _sharing(child, linear) for name, child in children if isinstance(child, nn.Linear)}
+        self.linears = nn.ModuleDict(linears)
+        self.adapters = ours.adapters if isinstance(ours, AdaptedFFN) else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if "linear" in self.linears:
+            return self._adapted("linear", x)
+        up = self._adapted("up_proj", x)
+        hidden = F.silu(self._adapted("gate_proj", x)) * up if "gate_proj" in self.linears else F.gelu(up)
+        return self._adapted("down_proj", hidden)
+
+    def _adapted(self, name: str, x: Tensor) -> Tensor:
+        y: Tensor = self.linears[name](x)
+        return y if self.adapters is None else y + self.adapters[name](x) * AdaptedFFN.scale
+
+
+def _sharing(source: nn.Linear, linear: type[nn.Linear]) -> nn.Linear:
+    """A layer of this class with the same weight."""
+    found = linear(source.in_features, source.out_features, bias=False, device="meta")
+    found.weight = source.weight
+    return found
+
+
+def has_torchao() -> bool:
+    """Whether torchao is installed."""
+    return importlib.util.find_spec("torchao") is not None
+
+
+def converted(plain: Plain, recipe: str) -> Plain:
+    """``plain`` itself, with torchao's layers in place of its linear ones, those of adapters excepted.
+
+    They compute gradients of frozen weights, too, which torch.compile removes.
+    """
+    float8 = importlib.import_module("torchao.float8")
+    config = float8.Float8LinearConfig.from_recipe_name(recipe)
+    float8.convert_to_float8_training(plain.linears, config=config)
+    return plain
 
 
 def contenders(layer: Layer, device: torch.device, backward: bool) -> dict[str, nn.Module]:
     """Each by its name, all with the same weights; without gradients no quantised weight is kept."""
     ours, narrow = layer.ours(None, device), layer.ours("fp8", device)
     narrow.load_state_dict(ours.state_dict())
-    found: dict[str, Any] = {TORCH: Plain(ours)}
-    for name, product in ((COMPILED, F.linear), (SEPARATE, _scaled_linear)):
-        found[name] = torch.compile(Plain(ours, product), fullgraph=True, dynamic=False)
-    return found | {BF16: ours, FP8: narrow} | ({KEPT: narrow} if backward else {})
+    plain = {COMPILED: Plain(ours), SEPARATE: Plain(ours, ScaledLinear)}
+    if has_torchao():
+        plain[TORCHAO] = converted(Plain(ours), layer.recipe)
+    compiled: dict[str, Any] = {
+        name: torch.compile(each, fullgraph=True, dynamic=False) for name, each in plain.items()
+    }
+    return {TORCH: Plain(ours)} | compiled | {BF16: ours, FP8: narrow} | ({KEPT: narrow} if backward else {})

@@ -11,14 +11,31 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks import float8
-from benchmarks.float8_layers import BF16, COMPILED, FP8, KEPT, LAYERS, SEPARATE, TORCH, Layer, contenders
+import fusedlayers as fl
+from benchmarks import float8, float8_layers
+from benchmarks.float8_layers import (
+    BF16,
+    COMPILED,
+    FP8,
+    KEPT,
+    LAYERS,
+    SEPARATE,
+    TORCH,
+    TORCHAO,
+    Layer,
+    Plain,
+    contenders,
+    has_torchao,
+)
 from fusedlayers.bench import record as records
 from fusedlayers.bench.timing import Clock
+from fusedlayers.functional.switches import switched
 
 CPU = torch.device("cpu")
+PEERS_HERE = [TORCHAO] if has_torchao() else []
 SMALL = (
     Layer("linear", (64, 32, 48)),
+    Layer("linear, weight gradient in 16 bits", (64, 32, 48), recipe="rowwise_with_gw_hp"),
     Layer("FFN, gelu", (64, 32, 48), "gelu"),
     Layer("FFN", (64, 32, 48), "silu", True),
     Layer("FFN, LoRA", (64, 32, 48), "silu", True, 8),
@@ -64,13 +81,27 @@ def test_where_8_bits_always_pay_the_table_says_so() -> None:
     assert "separate" not in text
 
 
+def test_with_several_peers_the_table_compares_with_the_faster_one() -> None:
+    launched = times(torch=110, separate=90, torchao=60, bf16=100, fp8=50)
+    versions = {"torch": "2.11", "triton": "3.6", "torchao": "0.18.0"}
+    found = record(launched=launched, replayed=times(separate=50, torchao=70, bf16=80, fp8=40)) | {"versions": versions}
+    text = float8.markdown(found)
+    assert "| torch | separate | torchao | bf16 | fp8 | × over bf16 | × over best peer | path |" in text
+    assert "| 110 / – | 90 / 50 | 60 / 70 | 100 / 80 | 50 / 40 | 2.00 / 2.00 | 1.20 / 1.25 |" in text
+    assert "a GPU, torch 2.11, Triton 3.6, torchao 0.18.0, 2026-01-01" in text
+    assert "*torchao*: its float8 training" in text
+    assert "*Best peer*: the faster of *separate* and *torchao*." in text
+
+
 def off_by(share: float) -> Any:
     torch.manual_seed(0)
     truth = torch.randn(64, 64)
     return lambda: (truth, truth + share * torch.randn(64, 64))
 
 
-@pytest.mark.parametrize(("name", "share"), [(FP8, 0.2), (SEPARATE, 0.2), (BF16, 0.05), (FP8, float("nan"))])
+@pytest.mark.parametrize(
+    ("name", "share"), [(FP8, 0.2), (SEPARATE, 0.2), (TORCHAO, 0.2), (BF16, 0.05), (FP8, float("nan"))]
+)
 def test_a_wrong_contender_is_refused(name: str, share: float) -> None:
     """By any of its results, the first of which has the same bits here."""
     with pytest.raises(ValueError, match=f"{name} is wrong: .* dB beside torch, expected at least"):
@@ -90,11 +121,11 @@ def eagerly(module: nn.Module, **options: object) -> nn.Module:
 @pytest.mark.parametrize("layer", SMALL, ids=[layer.title for layer in SMALL])
 @pytest.mark.parametrize("direction", ["forward", "forward_backward"])
 def test_a_row_without_a_gpu(layer: Layer, direction: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Separate quantisation is right, too; and what is measured can be written and shown."""
+    """Others' quantisation is right, too; and what is measured can be written and shown."""
     monkeypatch.setattr(torch, "compile", eagerly)
     row = float8.measured(layer, direction, Clock(), CPU, 0.01, seed=0)
     # A weight is kept for the backward pass alone.
-    names = [TORCH, COMPILED, SEPARATE, BF16, FP8] + [KEPT] * (direction == "forward_backward")
+    names = [TORCH, COMPILED, SEPARATE, *PEERS_HERE, BF16, FP8] + [KEPT] * (direction == "forward_backward")
     assert list(row["launched"]) == names
     assert all(
         found["first_quartile"] <= found["median"] <= found["third_quartile"] for found in row["launched"].values()
@@ -102,10 +133,49 @@ def test_a_row_without_a_gpu(layer: Layer, direction: str, monkeypatch: pytest.M
     assert row["replayed"] == {}
     assert row["paths"] == {"launched": {BF16: "torch", FP8: "torch"}, "replayed": {}}
     assert row["noise"][FP8] is None
-    assert row["noise"][SEPARATE] > 20
+    assert all(row["noise"][name] > 20 for name in (SEPARATE, *PEERS_HERE))
     found = records.new_record([], CPU, {}, "0123456789ab") | {"rows": [row]}
     records.write(found, tmp_path / "record.json")
     assert float8.markdown(records.read(tmp_path / "record.json")) == float8.markdown(found)
+
+
+@pytest.mark.skipif(not has_torchao(), reason="torchao is not installed: pip install torchao")
+@pytest.mark.parametrize("layer", SMALL, ids=[layer.title for layer in SMALL])
+def test_torchao_takes_every_linear_layer_but_adapters(layer: Layer) -> None:
+    """With the same weights, and ours stays as it was."""
+    ours = layer.ours(None, CPU)
+    classes = [type(module) for module in ours.modules()]
+    found = float8_layers.converted(Plain(ours), layer.recipe)
+    linears = {name: module for name, module in found.named_modules() if isinstance(module, nn.Linear)}
+    base = {name for name, module in linears.items() if type(module).__name__ == "Float8Linear"}
+    assert base
+    assert base == {name for name in linears if "adapters" not in name}
+    assert {id(weight) for weight in found.parameters()} == {id(weight) for weight in ours.parameters()}
+    assert [type(module) for module in ours.modules()] == classes
+
+
+def test_where_torchao_is_installed_it_takes_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    def converted(plain: Plain, recipe: str) -> Plain:
+        recipes.append(recipe)
+        return plain
+
+    recipes: list[str] = []
+    monkeypatch.setattr(torch, "compile", eagerly)
+    monkeypatch.setattr(float8_layers, "converted", converted)
+    for installed in (True, False):
+        monkeypatch.setattr(float8_layers, "has_torchao", lambda installed=installed: installed)
+        assert (TORCHAO in contenders(SMALL[1], CPU, backward=True)) == installed
+    assert recipes == ["rowwise_with_gw_hp"]
+
+
+@pytest.mark.parametrize("layer", [layer for layer in LAYERS if not layer.rank])
+def test_torchao_computes_weight_gradients_of_as_many_bits_as_auto_mode(layer: Layer) -> None:
+    x = torch.empty(layer.shape[:2], dtype=torch.bfloat16, device="meta", requires_grad=True)
+    # Launched one by one, some of these layers run in 16 bits.
+    with switched({"FUSEDLAYERS_BACKEND": "triton"}):
+        text = str(fl.explain(layer.ours("fp8", x.device), x, on="H100"))
+    bits = {"rowwise": 8, "rowwise_with_gw_hp": 16}[layer.recipe]
+    assert f"weight gradients in {bits} bits" in text
 
 
 def test_a_wrong_row_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -132,6 +202,7 @@ def test_a_wrong_row_is_left_out_of_the_record(
     monkeypatch.setattr(float8, "record_path", lambda *given: tmp_path / "float8.json")
     monkeypatch.setattr(float8, "clock_for", lambda device: Clock())
     monkeypatch.setattr(float8, "measured", measured)
+    monkeypatch.setattr(float8, "has_torchao", lambda: False)
     monkeypatch.setattr(float8.records, "new_record", lambda *given: record() | {"rows": [], "finished": None})
     monkeypatch.setattr(torch.cuda, "device", nullcontext)
     assert float8.main([]) == 1
@@ -139,6 +210,7 @@ def test_a_wrong_row_is_left_out_of_the_record(
     assert "RED    gated FFN, silu 16384×2048×8192 forward: fp8 is wrong: 3.0 dB" in told.err
     label = "timed  linear 8192×4096×4096 forward (compilation: torch.compile 2.0 s, separate 3.0 s)"
     assert label in told.out
+    assert "skip   torchao: it is not installed: pip install torchao" in told.out
     found = json.loads((tmp_path / "float8.json").read_text())
     assert len(found["rows"]) == 2 * (len(LAYERS) - 1)
     assert found["finished"]
