@@ -33,8 +33,10 @@ class Limits:
     """From where on auto mode takes 8 bits."""
 
     least_width: int  # of a layer
-    least_flops: tuple[int, int]  # of one of its products, launched one by one, and compiled or in a CUDA graph
+    least_flops: int  # of one of its products, compiled or in a CUDA graph
+    least_launched_flops: int  # of its products in a forward pass, launched one by one
     least_reuse: int  # FLOPs of a weight gradient for each byte that transposing its operands moves
+    least_bounded_reuse: int  # the same of both weight gradients of an FFN whose hidden is bounded
 
 
 LIMITS = fitted("float8", Limits)
@@ -51,12 +53,16 @@ class Float8Problem(Problem):
     @property
     def up_gradient_in_8_bits(self) -> bool:
         """Whether the gradients of w_up and w_gate are products of 8-bit operands."""
-        return _transposes(self.recipe, (2 if self.gated else 1) * self.N, self.K)
+        return _transposes(self.recipe, self._reuse[0], LIMITS.least_reuse) or self.gradients_bounded
 
     @property
     def down_gradient_in_8_bits(self) -> bool:
         """The same of w_down."""
-        return _transposes(self.recipe, self.O, self.N)
+        return _transposes(self.recipe, self._reuse[1], LIMITS.least_reuse) or self.gradients_bounded
+
+    @property
+    def _reuse(self) -> tuple[float, float]:
+        return _reuse((2 if self.gated else 1) * self.N, self.K), _reuse(self.O, self.N)
 
     @property
     def bounded(self) -> bool:
@@ -65,8 +71,8 @@ class Float8Problem(Problem):
 
     @property
     def gradients_bounded(self) -> bool:
-        """Whether those of the pre-activations are, too; all who read them must take 8 bits."""
-        return self.bounded and self.up_gradient_in_8_bits and self.down_gradient_in_8_bits
+        """Whether the gradients of the pre-activations are, too: if all weight gradients take 8 bits."""
+        return self.bounded and _transposes(self.recipe, min(self._reuse), LIMITS.least_bounded_reuse)
 
     @property
     def flops_in_16_bits(self) -> int:
@@ -128,6 +134,7 @@ class Float8LoRAProblem(Float8Problem, LoRAProblem):  # type: ignore[misc]
     down_gradient_in_8_bits: ClassVar[bool] = False
     # Adapters read the hidden and the gradients of the pre-activations in 16 bits.
     bounded: ClassVar[bool] = False
+    gradients_bounded: ClassVar[bool] = False
 
     __hash__ = Call.__hash__
 
@@ -163,7 +170,7 @@ class Float8LinearProblem(LinearProblem):
 
     @property
     def weight_gradient_in_8_bits(self) -> bool:
-        return _transposes(self.recipe, self.N, self.K)
+        return _transposes(self.recipe, _reuse(self.N, self.K), LIMITS.least_reuse)
 
     @property
     def flops_in_16_bits(self) -> int:
@@ -198,11 +205,15 @@ class Float8LinearProblem(LinearProblem):
         return plan(self, device, backend)
 
 
-def _transposes(recipe: str, left: int, right: int) -> bool:
-    """Whether a weight gradient ``[left, right]`` is a product of 8-bit operands, which are transposed for it."""
+def _reuse(left: int, right: int) -> float:
+    """FLOPs of a weight gradient ``[left, right]`` for each byte that transposing its operands moves."""
     # A token of left is read and written in 8 bits, one of right is read in 16 bits.
-    reuse = 2 * left * right / (2 * left + 3 * right)
-    return recipe == ROWWISE or (recipe == AUTO and reuse >= LIMITS.least_reuse)
+    return 2 * left * right / (2 * left + 3 * right)
+
+
+def _transposes(recipe: str, reuse: float, least: int) -> bool:
+    """Whether a weight gradient is a product of 8-bit operands, which are transposed for it."""
+    return recipe == ROWWISE or (recipe == AUTO and reuse >= least)
 
 
 def _without_recipe(problem: Any) -> dict[str, Any]:
@@ -311,11 +322,13 @@ def why_not(problem: Any, device: Device, backend: str = "auto") -> str | None:
     if (reason := why_narrow(p.widths)) is not None:
         return reason
     # A compiled step runs ahead of the GPU, which hides what the launches of one layer cost.
-    flops, least = 2 * p.M * p.K * p.N, LIMITS.least_flops[p.captured or p.compiled]
-    if flops < least:
-        bound = "compiled or inside a CUDA graph" if p.captured or p.compiled else "launched one by one"
-        return f"the call is too small: {flops:,} FLOPs in a product, worth quantising from {least:,} on when {bound}"
-    return None
+    if p.captured or p.compiled:
+        flops, least, what = 2 * p.M * p.K * p.N, LIMITS.least_flops, "in a product, compiled or inside a CUDA graph"
+    else:
+        flops, least, what = p.model_flops[0], LIMITS.least_launched_flops, "in a forward pass, launched one by one"
+    if flops >= least:
+        return None
+    return f"the call is too small: {flops:,} FLOPs {what}, worth quantising from {least:,} on"
 
 
 def why_uneven(widths: tuple[int, ...]) -> str | None:

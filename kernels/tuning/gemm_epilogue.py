@@ -135,7 +135,7 @@ EPILOGUE_PIPELINES: dict[tuple[str, bool], EpiloguePipeline] = {
     # A step has as many bytes as with 16-bit operands. On an H100 five stages were within 3 % of the fastest of 4 to 6,
     # and one staging buffer took up to 4 % longer. With groups of 4 the gated hidden in 8 bits took 1547 instead of
     # 1762 µs and the product of it 779 for 877 (8192 × 4096 × 14336), or 931 for 963 and 410 for 413 (16,384 × 2048 ×
-    # 8192); groups of 2 took longer, and the gradient 1136 for 1026 with 4. The rest of the gradient's was not measured.
+    # 8192); groups of 2 took longer, and the gradient 1136 for 1026 with 4. Its stages were not measured.
     ("scaled_hidden", False): EpiloguePipeline(step=128, most_stages=5, bits=8),
     ("scaled_hidden", True): EpiloguePipeline(step=128, group=4, most_stages=5, bits=8),
     ("scaled_product", False): EpiloguePipeline(step=128, group=4, most_stages=5, bits=8),

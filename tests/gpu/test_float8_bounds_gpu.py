@@ -24,10 +24,10 @@ __all__ = ["pytestmark", "wherever_it_can"]
 
 
 def assert_rounded_alike(found: Tensor, expected: Tensor) -> None:
-    """The same codes, but where sums of 14 bits decide otherwise between two neighbours."""
+    """The same codes, but where factors that are no powers of two decide otherwise between two neighbours."""
     a, b = found.float(), expected.float()
-    assert ((a - b).abs() <= b.abs().clamp(min=2.0**-6) / 8).all()
-    assert (a != b).float().mean() < 0.04
+    assert ((a - b).abs() <= b.abs().clamp(min=2.0**-6) / 7).all()
+    assert (a != b).float().mean() < 0.001
     assert a.abs().max() > 1, "bounds are not so loose"
 
 
@@ -35,11 +35,15 @@ def assert_rounded_alike(found: Tensor, expected: Tensor) -> None:
 @pytest.mark.parametrize("size", SIZES, ids=str)
 @pytest.mark.parametrize("dropout_p", [0.0, 0.2])
 def test_values_of_the_model(size: tuple[int, int, int], gated: bool, dropout_p: float) -> None:
-    given = {name: each.detach() for name, each in operands(size, gated).items()}
+    """Of 0, 1 and -1, whose sums the tensor core does not round."""
+    shapes = {name: each.shape for name, each in operands(size, gated).items()} | {"dy": size[:2]}
+    given = {
+        name: torch.randint(-1, 2, shape, device=DEVICE).to(BFLOAT16) for name, shape in shapes.items()
+    }  # fmt: skip
     dropout = Dropout(torch.tensor([7], device=DEVICE), dropout_p) if dropout_p else NO_DROPOUT
     how = Arithmetic("relu", "coarse", "ieee")
     x_norms, dy_norms = (torch.empty(size[0], device=DEVICE) for _ in range(2))
-    x, dy = quantise_rows(given["x"], norms=x_norms), torch.randn(size[:2], device=DEVICE, dtype=BFLOAT16)
+    x, dy = (quantise_rows(given[name], norms=norms) for name, norms in (("x", x_norms), ("dy", dy_norms)))
 
     def weight(name: str) -> Any:
         norms = torch.empty(size[2], device=DEVICE)
@@ -59,8 +63,8 @@ def test_values_of_the_model(size: tuple[int, int, int], gated: bool, dropout_p:
     norms = torch.empty(size[2], device=DEVICE)
     down = quantise_transposed(given["w_down"], norms=norms)
     scales = twins.gradient_units(down, norms, units, gated)[0]
-    table = twins.gradient_rows(quantise_rows(dy, norms=dy_norms), dy_norms, x_norms if gated else None, 1.5)
-    of_dy = Scaled(quantise_rows(dy).values, table[0])
+    table = twins.gradient_rows(dy, dy_norms, x_norms if gated else None, 1.5)
+    of_dy = Scaled(dy.values, table[0])
     z, z_gate = found[1:]
     more = {"bounded": True, "units": words[4], "hidden_rows": rows[2]}
     pipeline = EPILOGUE_PIPELINES["scaled_hidden_gradient", gated]

@@ -47,14 +47,14 @@ def test_weight_gradients_in_8_bits_where_that_pays() -> None:
     for recipe, expected in (("fp8", (False, True)), ("rowwise", (True, True)), ("rowwise_with_gw_hp", (False, False))):
         narrow, wide = linear(K=2048, N=2048, recipe=recipe), linear(K=4096, N=4096, recipe=recipe)
         assert (narrow.weight_gradient_in_8_bits, wide.weight_gradient_in_8_bits) == expected
-        narrow, wide = ffn(K=1024, N=4096, O=1024, recipe=recipe), ffn(K=4096, N=14_336, O=4096, recipe=recipe)
+        narrow, wide = ffn(K=1024, N=2048, O=1024, recipe=recipe), ffn(K=4096, N=14_336, O=4096, recipe=recipe)
         for name in ("up_gradient_in_8_bits", "down_gradient_in_8_bits"):
             assert (getattr(narrow, name), getattr(wide, name)) == expected
         texts = [dict(planning.plan(each, H100).facts(H100))["precision"] for each in (narrow, wide)]
         assert texts == [
             f"fp8, a scale for each row; weight gradients in {8 if each else 16} bits" for each in expected
         ]
-    between = ffn(K=2048, N=2048, O=2048, gated=True)
+    between = ffn(K=2048, N=2048, O=2048, gated=True, activation="relu2")
     assert "the weight gradient of w_down in 16 bits" in dict(planning.plan(between, H100).facts(H100))["precision"]
 
 
@@ -107,10 +107,36 @@ def test_what_of_a_call_8_bits_cannot_give() -> None:
 
 
 def test_fewer_flops_inside_of_a_graph() -> None:
-    rows = LIMITS.least_flops[1] // (2 * SIZES["K"] * SIZES["N"])
+    rows = LIMITS.least_flops // (2 * SIZES["K"] * SIZES["N"])
     assert planning.plan(ffn(M=rows), H100).path == "bf16"
     assert planning.plan(ffn(M=rows, captured=True), H100).path == "float8"
     assert planning.plan(ffn(M=rows - 1, captured=True), H100).path == "bf16"
+
+
+def test_products_of_a_whole_pass_count_if_they_are_launched() -> None:
+    """Those of an FFN share its launches, so each may be smaller than that of a linear layer."""
+    flops = LIMITS.least_launched_flops
+    for problem, products in ((linear(), 1), (ffn(), 2), (ffn(gated=True), 3)):
+        rows = -(-flops // (2 * SIZES["K"] * SIZES["N"] * products))
+        assert planning.plan(replace(problem, M=rows), H100).path == "float8"
+        assert planning.plan(replace(problem, M=rows - 1), H100).path == "bf16"
+
+
+def test_what_the_epilogues_write_in_8_bits() -> None:
+    """The hidden of activations that are bounded; the gradients if all who read them take 8 bits."""
+    wide = {"K": 1024, "N": 4096, "O": 1024}
+    for facts, expected in (
+        ({}, (True, True)),
+        ({"recipe": "rowwise_with_gw_hp"}, (True, False)),
+        ({"recipe": "rowwise", "N": 64}, (True, True)),
+        ({"N": 64}, (True, False)),
+        ({"activation": "relu2"}, (False, False)),
+        ({"activation": "sigmoid"}, (False, False)),
+    ):
+        problem = ffn(**TRAINED, **wide | facts)
+        assert (problem.bounded, problem.gradients_bounded) == expected
+        eight = problem.up_gradient_in_8_bits and problem.down_gradient_in_8_bits
+        assert eight == (expected[1] or facts.get("recipe") == "rowwise")
 
 
 @PROBLEMS

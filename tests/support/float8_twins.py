@@ -22,7 +22,9 @@ from fusedlayers.planning import float8 as planning
 from fusedlayers.reference import float8 as reference
 
 # Of auto mode here: tests are too small for its own.
-LIMITS = planning.Limits(least_width=32, least_flops=(2**15, 2**15), least_reuse=0)
+LIMITS = planning.Limits(
+    least_width=32, least_flops=2**15, least_launched_flops=2**17, least_reuse=0, least_bounded_reuse=0
+)
 HOPPER = {"kind": "cuda", "name": "H100", "architecture": "sm_90", "sms": 132, "triton": True, "backend": "sm90"}
 
 
