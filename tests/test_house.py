@@ -30,7 +30,7 @@ SOURCES = {
 }
 MOST_LINES = 400
 # Of functions in kernels/, and of the kernels themselves.
-MOST_PARAMETERS = {False: 20, True: 32}
+MOST_PARAMETERS = {False: 20, True: 34}
 
 # The parts, lowest first, and what a part may import besides itself. A name covers what lies below it; `fusedlayers`
 # is the package itself with its public names. Nothing of the library imports bench, and nothing imports benchmarks.
@@ -283,7 +283,7 @@ def test_it_imports_from_anywhere(place: str, wheel_too: bool, installed: Path, 
     assert Path(kernels).parent == (ROOT / "kernels" if cloned else installed / "fusedlayers" / "kernels")
 
 
-MOST_BYTES = 730 * 1024
+MOST_BYTES = 740 * 1024
 
 
 def test_the_wheel_holds_the_library_and_nothing_else(wheel: Path) -> None:

@@ -53,12 +53,12 @@ class Float8Problem(Problem):
     @property
     def up_gradient_in_8_bits(self) -> bool:
         """Whether the gradients of w_up and w_gate are products of 8-bit operands."""
-        return _transposes(self.recipe, self._reuse[0], LIMITS.least_reuse) or self.gradients_bounded
+        return self.gradients_bounded or (not self.bounded and _transposes(self.recipe, self._reuse[0]))
 
     @property
     def down_gradient_in_8_bits(self) -> bool:
         """The same of w_down."""
-        return _transposes(self.recipe, self._reuse[1], LIMITS.least_reuse) or self.gradients_bounded
+        return self.gradients_bounded or (not self.bounded and _transposes(self.recipe, self._reuse[1]))
 
     @property
     def _reuse(self) -> tuple[float, float]:
@@ -170,7 +170,7 @@ class Float8LinearProblem(LinearProblem):
 
     @property
     def weight_gradient_in_8_bits(self) -> bool:
-        return _transposes(self.recipe, _reuse(self.N, self.K), LIMITS.least_reuse)
+        return _transposes(self.recipe, _reuse(self.N, self.K))
 
     @property
     def flops_in_16_bits(self) -> int:
@@ -211,9 +211,9 @@ def _reuse(left: int, right: int) -> float:
     return 2 * left * right / (2 * left + 3 * right)
 
 
-def _transposes(recipe: str, reuse: float, least: int) -> bool:
+def _transposes(recipe: str, reuse: float, least: int | None = None) -> bool:
     """Whether a weight gradient is a product of 8-bit operands, which are transposed for it."""
-    return recipe == ROWWISE or (recipe == AUTO and reuse >= least)
+    return recipe == ROWWISE or (recipe == AUTO and reuse >= (LIMITS.least_reuse if least is None else least))
 
 
 def _without_recipe(problem: Any) -> dict[str, Any]:

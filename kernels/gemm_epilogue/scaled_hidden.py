@@ -83,7 +83,6 @@ def scaled_hidden_gradient(
     ready: dict[Any, Any] | None = None,
     low_rank: LowRank | None = None,
     added: torch.Tensor | None = None,
-    bounded: bool = False,
     units: torch.Tensor | None = None,
     hidden_rows: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
@@ -92,15 +91,15 @@ def scaled_hidden_gradient(
     Rows of dy's values ``[M, O]``, and of w_down's, transposed to ``[N, O]``, begin at multiples of 16 bytes. Z and Zg
     ``[M, N]`` are contiguous, and N is a multiple of 8. ``low_rank`` and ``added`` are as in :func:`hidden_gradient`.
 
-    If dZ is ``bounded``, it is in 8 bits with dZg beside it: ``[M, 2 N]``, and None. With ``hidden_rows`` ``[M]``, the
-    inverses of its rows' scales, H is in 8 bits. Both need the words of ``units`` ``[N]``: see ``kernels.bounds``.
+    With ``units`` ``[N]``, the words of the inverses of all norms, and ``hidden_rows`` ``[M]``, the inverses of the
+    scales of H's rows, all results are in 8 bits, dZg beside dZ: ``[M, 2 N]``, and None. See ``kernels.bounds``.
 
     Raises ValueError if TMA cannot read an operand or write a result.
     """
 
     product = None if low_rank is None else low_rank.divided(dy.scale, w_down.scale, None, 1).copied(True)
-    rows, columns = z.shape
-    stride = 2 * columns if bounded and z_gate is not None else columns
+    in_8_bits, (rows, columns) = units is not None, z.shape
+    stride = 2 * columns if in_8_bits and z_gate is not None else columns
 
     def prepare() -> Launch:
         left, right, first = scaled_matrix("dy", dy), scaled_matrix("w_down", w_down), scaled_matrix("z", z)
@@ -112,13 +111,13 @@ def scaled_hidden_gradient(
         assert launch is not None, _READABLE
         return launch
 
-    launch = prepared(ready, ("scaled hidden gradient", keep_hidden, bounded, hidden_rows is None), prepare)
-    both = z.new_empty(rows, stride, dtype=E4M3) if bounded else None
+    launch = prepared(ready, ("scaled hidden gradient", keep_hidden, in_8_bits), prepare)
+    both = z.new_empty(rows, stride, dtype=E4M3) if in_8_bits else None
     if both is None:
         dz, d_gate = torch.empty_like(z), None if z_gate is None else torch.empty_like(z)
     else:
         dz, d_gate = both[:, :columns], None if z_gate is None else both[:, columns:]
-    hidden = torch.empty_like(z, dtype=z.dtype if hidden_rows is None else E4M3) if keep_hidden else None
+    hidden = torch.empty_like(z, dtype=E4M3 if in_8_bits else z.dtype) if keep_hidden else None
     factors = (None, None) if product is None else product[:2]
     launch((
         dy.values, w_down.values, z, z_gate, dz, d_gate, hidden, *factors, None, dropout.seed, added, None, None, None,

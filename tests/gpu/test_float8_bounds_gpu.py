@@ -66,7 +66,7 @@ def test_values_of_the_model(size: tuple[int, int, int], gated: bool, dropout_p:
     table = twins.gradient_rows(dy, dy_norms, x_norms if gated else None, 1.5)
     of_dy = Scaled(dy.values, table[0])
     z, z_gate = found[1:]
-    more = {"bounded": True, "units": words[4], "hidden_rows": rows[2]}
+    more = {"units": words[4], "hidden_rows": rows[2]}
     pipeline = EPILOGUE_PIPELINES["scaled_hidden_gradient", gated]
     arguments = of_dy, Scaled(down.values, scales), z, z_gate, True, how
     both, nothing, hidden = kernels.scaled_hidden_gradient(*arguments, pipeline, dropout, **more)

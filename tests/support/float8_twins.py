@@ -146,7 +146,7 @@ def scaled_hidden(
 def scaled_hidden_gradient(
     dy: Scaled, w_down: Scaled, z: Tensor, z_gate: Tensor | None, keep_hidden: bool, arithmetic: Any, pipeline: Any,
     dropout: Any = None, ready: Any = None, low_rank: LowRank | None = None, added: Tensor | None = None,
-    bounded: bool = False, units: Tensor | None = None, hidden_rows: Tensor | None = None,
+    units: Tensor | None = None, hidden_rows: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
     """As the launcher of that name."""
     dropped = {} if dropout is None else {"dropout_p": dropout.p, "seed": dropout.seed}
@@ -154,18 +154,11 @@ def scaled_hidden_gradient(
     dz, d_gate, h = reference.scaled_hidden_gradient(
         dy, w_down, z, z_gate, activation=arithmetic.activation, **dropped
     )  # fmt: skip
-    up, gate = (None, None) if units is None else halves(units)
-    if not keep_hidden:
-        hidden = None
-    elif hidden_rows is None:
-        hidden = h.to(z.dtype)
-    else:
-        assert up is not None
-        hidden = rounded(h, hidden_rows, up if z_gate is None else up * gate)
-    if not bounded:
-        return dz.to(z.dtype), None if d_gate is None else d_gate.to(z.dtype), hidden
-    assert up is not None
-    assert gate is not None
+    if units is None:
+        return dz.to(z.dtype), None if d_gate is None else d_gate.to(z.dtype), h.to(z.dtype) if keep_hidden else None
+    assert hidden_rows is not None
+    up, gate = halves(units)
+    hidden = rounded(h, hidden_rows, up if z_gate is None else up * gate) if keep_hidden else None
     one = torch.ones(len(z), device=z.device)
     if d_gate is None:
         return rounded(dz, one, torch.ones_like(up)), None, hidden

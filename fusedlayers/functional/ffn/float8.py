@@ -77,43 +77,44 @@ def forward(call: Prepared, operands: Tensors, keep: bool, adapted: Adapted | No
         return y, (z, z_gate, u, u_hidden) if keep else (None,) * 4
     if not keep:
         return y, (None,) * len(_Saved._fields)
-    in_8_bits = problem.up_gradient_in_8_bits, problem.down_gradient_in_8_bits
+    bounded = problem.gradients_bounded
     return y, _Saved(
         z=z,
         z_gate=z_gate,
-        x_scale=x_values.scale if in_8_bits[0] else None,
-        x_norms=x_norms if problem.gradients_bounded and problem.gated else None,
-        hidden_scale=hidden_values.scale if in_8_bits[1] and units is None else None,
-        hidden_rows=hidden_rows if in_8_bits[1] else None,
-        units=units if in_8_bits[1] else None,
+        x_scale=x_values.scale if problem.up_gradient_in_8_bits else None,
+        hidden_scale=hidden_values.scale if problem.down_gradient_in_8_bits and not bounded else None,
+        x_norms=x_norms if bounded and problem.gated else None,
+        hidden_rows=hidden_rows if bounded else None,
+        units=units if bounded else None,
     )
 
 
 class _Saved(NamedTuple):
     """What the backward pass without adapters reads, None where it needs no such thing.
 
-    The pre-activations ``[M, N]``; the scales and the norms of the rows of x ``[M]``, and the scales of the hidden's
-    rows; if the hidden is bounded, the tables of its rows ``[3, M]`` and of its units ``[6, N]`` instead.
+    The pre-activations ``[M, N]``, and the scales of the rows of x and of the hidden ``[M]``. If gradients are bounded,
+    the norms of x ``[M]`` and the tables of the hidden's rows ``[3, M]`` and of its units ``[6, N]`` instead of the
+    latter.
     """
 
     z: Any
     z_gate: Any
     x_scale: Any
-    x_norms: Any
     hidden_scale: Any
+    x_norms: Any
     hidden_rows: Any
     units: Any
 
 
 def saved(problem: Any) -> list[Result | None]:
     """The fields of what is saved behind the pre-activations."""
-    down, bounded = problem.down_gradient_in_8_bits, problem.bounded
+    bounded = problem.gradients_bounded
     present = [
         ((problem.M,), problem.up_gradient_in_8_bits),
-        ((problem.M,), problem.gradients_bounded and problem.gated),
-        ((problem.M,), down and not bounded),
-        ((3, problem.M), down and bounded),
-        ((6, problem.N), down and bounded),
+        ((problem.M,), problem.down_gradient_in_8_bits and not bounded),
+        ((problem.M,), bounded and problem.gated),
+        ((3, problem.M), bounded),
+        ((6, problem.N), bounded),
     ]
     return [Result(shape, torch.float32) if problem.training and each else None for shape, each in present]
 
@@ -137,9 +138,9 @@ def gradients(
     results: Gradients = [None] * len(wanted)
     through_dz = dx or dw_up or db_up or dw_gate or db_gate or (terms is not None and terms.need_dz)
     needs_hidden = wanted[2] or (terms is not None and terms.need_hidden)
-    # Without a product for dz the hidden comes in 16 bits.
-    down_in_8_bits = kept.hidden_scale is not None or (kept.hidden_rows is not None and through_dz)
     bounded = plan.problem.gradients_bounded and through_dz
+    # Without a product for dz a hidden that would be bounded comes in 16 bits.
+    down_in_8_bits = bounded or kept.hidden_scale is not None
     dy_norms = dy.new_empty(dy.shape[0], dtype=torch.float32) if bounded else None
     dy_values = quantised(dy, ready, dy_norms) if through_dz or down_in_8_bits else None
 
@@ -150,22 +151,22 @@ def gradients(
     gradient_scales: Any = None
     if dy_values is not None and through_dz:
         low_rank, added = (None, None) if terms is None else terms.into_hidden_gradient()
-        if dy_norms is not None:
-            transposes = ffn_transposes(w_up, w_gate, w_down, kept.units, dx, call)
-            table = gradient_rows(dy_values, dy_norms, kept.x_norms, MOST_SLOPE * scale, ready)
-            left, down, gradient_scales = Scaled(dy_values.values, table[0]), transposes.down, table[1]
+        left, units, inverses = dy_values, None, None
+        if dy_norms is None:
+            down = quantised_transpose((w_down,), call)
         else:
-            left, down = dy_values, quantised_transpose((w_down,), call)
-        units, inverses = (None, None) if kept.units is None else (kept.units[4].view(torch.int32), kept.hidden_rows[2])
+            transposes = ffn_transposes(w_up, w_gate, w_down, kept.units, dx, call)
+            scales, gradient_scales = gradient_rows(dy_values, dy_norms, kept.x_norms, MOST_SLOPE * scale, ready)
+            left, down = Scaled(dy_values.values, scales), transposes.down
+            units, inverses = kept.units[4].view(torch.int32), kept.hidden_rows[2]
         dz, dz_gate, hidden = kernels.scaled_hidden_gradient(
             left, down, z, z_gate, needs_hidden, arithmetic, plan.gradient_pipeline, dropout,
-            ready.setdefault("gradient", {}), low_rank, added, dy_norms is not None, units, inverses,
+            ready.setdefault("gradient", {}), low_rank, added, units, inverses,
         )  # fmt: skip
     elif needs_hidden:
         hidden = hidden_again(z, z_gate, arithmetic.activation, dropout)
     if wanted[2] and down_in_8_bits:
-        hidden_scale = kept.hidden_scale if kept.hidden_rows is None else kept.hidden_rows[1]
-        factors = None if kept.units is None else kept.units[5]
+        hidden_scale, factors = (kept.hidden_rows[1], kept.units[5]) if bounded else (kept.hidden_scale, None)
         named: dict[Any, Any] = ready.setdefault("down gradient", {})
         [results[2]] = weight_gradients(
             dy_values, hidden, hidden_scale, [True], plan.product_pipeline, x.dtype, named, (None, factors)

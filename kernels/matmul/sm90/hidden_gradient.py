@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from ...activations import activation_unit, limited_hidden_and_slopes, through_activation
 from ...dropout import Dropout, DropoutNumbers
-from ...hopper import Matrix, Resource, copy_in, dense, fence_async_shared, gl, gluon, mbarrier, resources, tma
+from ...hopper import Matrix, Resource, dense, fence_async_shared, gl, gluon, resources, tma
 from ...launching import Launch
 from ...tiles import only_before
 from ...tuning import EpiloguePipeline
@@ -17,6 +17,7 @@ from ..low_rank import LowRank, low_rank_copies
 from .elements import Scales, draw, dropped, in_8_bits, lower, of_columns, of_rows, scaled, upper, zeros
 from .loading import Term, load_tiles
 from .pingpong import columns_at_once, mma_tiles, pingpong_ring
+from .pre_activations import Quarters, load_pre_activations, release, wait_for_quarter
 from .ring import (
     HALF,
     TILE,
@@ -24,13 +25,11 @@ from .ring import (
     column_halves,
     make_barriers,
     make_staging,
-    stage_of,
-    staging_of,
     tma_store,
     with_low_rank,
 )
 from .roles import warp_specialize
-from .schedules import make_schedule, tile_at, tile_count
+from .schedules import make_schedule
 
 
 class _Variant(NamedTuple):
@@ -43,62 +42,12 @@ class _Variant(NamedTuple):
     column_scale_stride: int
 
 
-@resources("tiles full empty STAGES")
-class _Quarters(Resource):
-    """The ring of pre-activations: ``STAGES`` stages for each consumer, with a quarter of its tile each."""
-
-
 @resources(
     "dz d_gate hidden sums_ptr added_ptr weights_ptr weight_sums_ptr M N scales units_ptr hidden_rows_ptr dropout "
     "limits quarters staging GATED ARITHMETIC BITS VARIANT"
 )
 class _Gradient(Resource):
     """What the epilogue reads and writes besides the product; ``weights_ptr``: routing weights of sorted rows."""
-
-
-@gluon.jit
-def _load_quarter(desc, row, column, quarters, consumer, position):
-    stage, phase = stage_of(position, quarters.STAGES)
-    stage += consumer * quarters.STAGES
-    mbarrier.wait(quarters.empty.index(stage), phase ^ 1)
-    mbarrier.expect(quarters.full.index(stage), desc.block_type.nbytes)
-    copy_in(desc, [row, column], quarters.full.index(stage), quarters.tiles.index(stage))
-    return position + 1
-
-
-@gluon.jit
-def _load_pre_activations(z_desc, gate_desc, quarters, schedule):
-    PARTS: gl.constexpr = 1 if gate_desc is None else 2
-    count = 0
-    for index in range(gl.program_id(0), tile_count(schedule), gl.num_programs(0)):
-        first_row, first_column, _ = tile_at(schedule, index)
-        consumer = count % 2
-        position = count // 2 * (4 * PARTS)
-        for quarter in gl.static_range(4):
-            row, column = first_row + quarter // 2 * HALF, first_column + quarter % 2 * HALF
-            position = _load_quarter(z_desc, row, column, quarters, consumer, position)
-            if gate_desc is not None:
-                position = _load_quarter(gate_desc, row, column, quarters, consumer, position)
-        count += 1
-
-
-@gluon.jit
-def _wait_for_quarter(consumer: gl.constexpr, quarters, position, layout: gl.constexpr):
-    """A quarter of pre-activations in registers, once it has arrived."""
-    stage, phase = stage_of(position, quarters.STAGES)
-    stage += consumer * quarters.STAGES
-    mbarrier.wait(quarters.full.index(stage), phase)
-    return quarters.tiles.index(stage).load(layout).to(gl.float32)
-
-
-@gluon.jit
-def _release(consumer: gl.constexpr, quarters, position, PARTS: gl.constexpr):
-    """Release the stages of a quarter's pre-activations.
-
-    Only after a result that depends on all of them is stored: the next copy must not overtake a pending read.
-    """
-    for part in gl.static_range(PARTS):
-        mbarrier.arrive(quarters.empty.index(consumer * quarters.STAGES + (position + part) % quarters.STAGES))
 
 
 @gluon.jit
@@ -164,9 +113,9 @@ def _store_quarter(
     if given.dropout.seed_ptr is not None:
         kept = draw(given.dropout, row, column, layout)
         d_hidden = dropped(d_hidden, kept, given.dropout)
-    z = _wait_for_quarter(consumer, given.quarters, position, layout)
+    z = wait_for_quarter(consumer, given.quarters, position, layout)
     if GATED:
-        z_gate = _wait_for_quarter(consumer, given.quarters, position + 1, layout)
+        z_gate = wait_for_quarter(consumer, given.quarters, position + 1, layout)
     else:
         z_gate = z
     hidden, slope, gate_slope = limited_hidden_and_slopes(z, z_gate, given.limits, GATED, ARITHMETIC)
@@ -196,9 +145,8 @@ def _store_quarter(
         if given.hidden_rows_ptr is not None:
             columns = upper(units) * lower(units) if GATED else upper(units)
             hidden = in_8_bits(hidden, of_rows(given.hidden_rows_ptr, row, given.M, 1, layout), columns)
-        staging = staging_of(given.hidden, given.staging)
-        stored = tma_store(consumer, given.hidden, row, column, hidden, staging, stored)
-        _release(consumer, given.quarters, position, PARTS)
+        stored = tma_store(consumer, given.hidden, row, column, hidden, given.staging, stored)
+        release(consumer, given.quarters, position, PARTS)
     if not BOTH_FIRST:
         if GATED:
             dz = d_hidden * slope * UNIT
@@ -208,7 +156,7 @@ def _store_quarter(
                 dz = gl.where(weights != 0, dz, 0.0)
     stored = tma_store(consumer, given.dz, row, column, dz, given.staging, stored)
     if not GATED and given.hidden is None:
-        _release(consumer, given.quarters, position, PARTS)
+        release(consumer, given.quarters, position, PARTS)
     if given.sums_ptr is not None:
         if GATED:
             band_ptr = given.sums_ptr + (row // HALF).to(gl.int64) * PARTS * given.N
@@ -222,7 +170,7 @@ def _store_quarter(
         if given.sums_ptr is not None:
             _store_sums(band_ptr + given.N, _own_sums(d_gate, given.M - row), column, given.N)
     if GATED and given.hidden is None:
-        _release(consumer, given.quarters, position, PARTS)
+        release(consumer, given.quarters, position, PARTS)
     return position + PARTS, stored, sums, weight_sums
 
 
@@ -318,7 +266,7 @@ def _sm90_epilogue_gradient_kernel(
     ring = pingpong_ring(dy_desc, down_desc, VARIANT.down_transposed, STEP, STAGES.stages)
     ring = with_low_rank(ring, v_desc, a_desc, rank, STAGES.low_rank_columns)
     tiles = gl.allocate_shared_memory(z_desc.dtype, [2 * Z_STAGES, HALF, HALF], z_desc.layout)
-    quarters = _Quarters(
+    quarters = Quarters(
         tiles=tiles, full=make_barriers(2 * Z_STAGES, 1), empty=make_barriers(2 * Z_STAGES, 1), STAGES=Z_STAGES
     )
     given = _Gradient(
@@ -339,7 +287,7 @@ def _sm90_epilogue_gradient_kernel(
     warp_specialize(
         2, _consume, (ring, schedule, gl.cdiv(whole, STEP), given),
         load_tiles, (ring, schedule, dy_term, low_rank),
-        _load_pre_activations, (z_desc, gate_desc, quarters, schedule),
+        load_pre_activations, (z_desc, gate_desc, quarters, schedule),
     )  # fmt: skip
 
 
