@@ -68,7 +68,7 @@ class Layer(NamedTuple):
 
 
 LAYERS = (
-    Layer("FFN, gelu", (16384, 1024, 4096), "gelu", recipe="rowwise_with_gw_hp"),
+    Layer("FFN, gelu", (16384, 1024, 4096), "gelu"),
     Layer("gated FFN, silu", (16384, 2048, 8192), "silu", gated=True),
     Layer("gated FFN, silu", (8192, 4096, 14336), "silu", gated=True),
     Layer("gated FFN, silu, LoRA", (16384, 2048, 8192), "silu", gated=True, rank=16),
