@@ -48,8 +48,8 @@ class _Kept:
         key = id(owner)
         self.owner = weakref.ref(owner, lambda _: _kept.pop(key, None))
         self.address, self.version = owner.data_ptr(), owner._version
-        # With what is kept of further tensors that it was made of.
-        self.made: dict[tuple[object, ...], tuple[Any, list[_Kept]]] = {}
+        # With what is kept of further tensors that it was made of, and what else it was made from.
+        self.made: dict[tuple[object, ...], tuple[Any, list[_Kept], Tensor | None]] = {}
 
     def stands(self, owner: Tensor) -> bool:
         """Whether it is still the same tensor, with the same values."""
@@ -63,8 +63,13 @@ def _kept_of(owner: Tensor) -> _Kept:
     return found
 
 
-def _from_weights(kind: object, weights: Sequence[Tensor], call: Prepared, make: Callable[[], _Made]) -> _Made:
-    """``make()``, or what an earlier call made of the same values; ``kind`` names what is made of which weights."""
+def _from_weights(
+    kind: object, weights: Sequence[Tensor], call: Prepared, make: Callable[[], _Made], beside: Tensor | None = None
+) -> _Made:
+    """``make()``, or what an earlier call made of the same values; ``kind`` names what is made of which weights.
+
+    ``beside`` is a tensor that is read, too, and never changes: another one has another address, as this one is kept.
+    """
     sources = [_source_of(weight) for weight in weights]
     owners = [source if source._base is None else source._base for source in sources]
     if not _may_keep(owners, call.problem):
@@ -80,9 +85,10 @@ def _from_weights(kind: object, weights: Sequence[Tensor], call: Prepared, make:
     known = first.made.get(key)
     if known is not None and all(one is other for one, other in zip(known[1], others, strict=True)):
         found: _Made = known[0]
-        return found
+        if beside is None or (known[2] is not None and known[2].data_ptr() == beside.data_ptr()):
+            return found
     made = make()
-    first.made[key] = made, others
+    first.made[key] = made, others, beside
     return made
 
 
@@ -225,7 +231,7 @@ def ffn_transposes(
         up = quantise_transposed(*first, ready=call.ready, weights=factors) if dx else None
         return FFNTransposes(Scaled(down.values, table[0]), up, factors)
 
-    return _from_weights(("ffn transposed", dx), (*first, w_down), call, make)
+    return _from_weights(("ffn transposed", dx), (*first, w_down), call, make, beside=units)
 
 
 def quantised(x: Tensor, ready: dict[Any, Any], norms: Tensor | None = None) -> Scaled:

@@ -323,6 +323,20 @@ def test_weights_under_autocast_are_quantised_once_until_they_change(made: Any) 
     assert torch.equal(y, expected)
 
 
+def test_biases_that_change_beside_frozen_weights() -> None:
+    """The numbers of units depend on them."""
+    given, dy = operands(True), torch.randn(M, O)
+    given = {name: each.detach().requires_grad_(not name.startswith("w_")) for name, each in given.items()}
+    for step in range(3):
+        found = gradients(ffn(given), given, dy)
+        fresh = {name: each.detach().clone().requires_grad_(each.requires_grad) for name, each in given.items()}
+        expected = gradients(ffn(fresh), fresh, dy)
+        assert [name for name, each in expected.items() if not torch.equal(found[name], each)] == []
+        with torch.no_grad():
+            for name in ("b_up", "b_gate"):
+                given[name] += 2 + step
+
+
 def test_a_weight_that_changes_between_both_passes_under_autocast() -> None:
     """The backward pass reads what was cast before."""
     given, dy = operands(False, torch.float32), torch.randn(M, O).to(BFLOAT16)
