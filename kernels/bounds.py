@@ -47,6 +47,14 @@ def _inverse(x):
 
 
 @triton.jit
+def _row(table_ptr, ROW: tl.constexpr, N):
+    """A row of a table with N columns: added up, because a product of 32 bits is not allowed to overflow."""
+    for _ in tl.static_range(ROW):
+        table_ptr += N
+    return table_ptr
+
+
+@triton.jit
 def _word(high, low):
     """Two float32 numbers, cut to bfloat16, in 32 bits."""
     high = high.to(tl.int32, bitcast=True) & -65536
@@ -80,14 +88,14 @@ def _unit_table_kernel(
     inside = cols < N
     up = _inverse_norms(up_norms_ptr, up_bias_ptr, cols, N)
     tl.store(table_ptr + cols, _word(load_vector(up_scale_ptr, cols, 1, N), up), mask=inside)
-    tl.store(table_ptr + 2 * N + cols, _inverse(up), mask=inside)
+    tl.store(_row(table_ptr, 2, N) + cols, _inverse(up), mask=inside)
     gate = tl.zeros_like(up) + 1.0
     if gate_norms_ptr is not None:
         gate = _inverse_norms(gate_norms_ptr, gate_bias_ptr, cols, N)
         tl.store(table_ptr + N + cols, _word(load_vector(gate_scale_ptr, cols, 1, N), gate), mask=inside)
-        tl.store(table_ptr + 3 * N + cols, _inverse(gate), mask=inside)
-    tl.store(table_ptr + 4 * N + cols, _word(up, gate), mask=inside)
-    tl.store(table_ptr + 5 * N + cols, _inverse(up) * _inverse(gate), mask=inside)
+        tl.store(_row(table_ptr, 3, N) + cols, _inverse(gate), mask=inside)
+    tl.store(_row(table_ptr, 4, N) + cols, _word(up, gate), mask=inside)
+    tl.store(_row(table_ptr, 5, N) + cols, _inverse(up) * _inverse(gate), mask=inside)
 
 
 @triton.jit
@@ -100,8 +108,8 @@ def _gradient_units_kernel(
     norms = _inverse(inverse)
     tl.store(table_ptr + cols, load_vector(down_scale_ptr, cols, 1, N) * inverse, mask=inside)
     if GATED:
-        tl.store(table_ptr + N + cols, norms * load_vector(units_ptr + 3 * N, cols, 1, N), mask=inside)
-        tl.store(table_ptr + 2 * N + cols, norms * load_vector(units_ptr + 2 * N, cols, 1, N), mask=inside)
+        tl.store(table_ptr + N + cols, norms * load_vector(_row(units_ptr, 3, N), cols, 1, N), mask=inside)
+        tl.store(_row(table_ptr, 2, N) + cols, norms * load_vector(_row(units_ptr, 2, N), cols, 1, N), mask=inside)
     else:
         tl.store(table_ptr + N + cols, norms, mask=inside)
 
@@ -122,7 +130,7 @@ def _row_table_kernel(scale_ptr, norms_ptr, other_ptr, table_ptr, M, factor, BLO
     inverse = _inverse(scale)
     tl.store(table_ptr + rows, _word(load_vector(scale_ptr, rows, 1, M), inverse), mask=rows < M)
     tl.store(table_ptr + M + rows, scale, mask=rows < M)
-    tl.store(table_ptr + 2 * M + rows, inverse, mask=rows < M)
+    tl.store(_row(table_ptr, 2, M) + rows, inverse, mask=rows < M)
 
 
 @triton.jit(do_not_specialize=["M", "factor"])

@@ -65,7 +65,7 @@ FLOAT8: tuple[Fault, ...] = (
     ),
     _fault(
         "units of the gate exchanged with those of up", _BOUNDS,
-        "norms * load_vector(units_ptr + 3 * N", "norms * load_vector(units_ptr + 2 * N",
+        "norms * load_vector(_row(units_ptr, 3, N)", "norms * load_vector(_row(units_ptr, 2, N)",
         "kernels/test_bounds units",
     ),
     _fault(
