@@ -14,6 +14,7 @@ from code_generation import compiling_for  # sets the switches before the librar
 
 from fusedlayers import functional
 from fusedlayers.functional.linear_cross_entropy.parts import Part, losses_of_part
+from fusedlayers.kernels import bounds
 from fusedlayers.kernels import gemm_epilogue as products
 from fusedlayers.kernels.column_sums import column_sums
 from fusedlayers.kernels.dropout import drop
@@ -32,6 +33,25 @@ def matrix(*shape: int) -> torch.Tensor:
 
 def in_8_bits(rows: int, columns: int) -> Scaled:
     return Scaled(torch.empty(rows, columns, dtype=E4M3), torch.empty(rows))
+
+
+def bounded(gated: bool, z: torch.Tensor) -> Iterator[Callable[[], torch.Tensor]]:
+    """Those of an FFN whose hidden and gradients leave their kernels in 8 bits."""
+    x, w = in_8_bits(4096, 1024), in_8_bits(2048, 1024)
+    words = [Scaled(each.values, each.scale.view(torch.int32)) for each in (x, w)]
+    more = (words[1], None) if gated else (None, None)
+    gate, table = (w, w.scale, None) if gated else None, torch.empty(6, 2048)
+    yield lambda: bounds.unit_table((w, w.scale, None), gate)
+    yield lambda: bounds.gradient_units(w, w.scale, table, gated)
+    yield lambda: bounds.row_table(x, x.scale, gated, 1.0)
+    yield lambda: bounds.gradient_rows(x, x.scale, x.scale if gated else None, 1.0)
+    yield lambda: products.scaled_hidden(
+        *words, None, *more, True, SILU, EPILOGUE_PIPELINES["scaled_hidden", gated], torch.bfloat16
+    )[0].view(torch.int8)  # fmt: skip
+    yield lambda: products.scaled_hidden_gradient(
+        x, w, z, z if gated else None, True, SILU, EPILOGUE_PIPELINES["scaled_hidden_gradient", gated],
+        units=words[1].scale, hidden_rows=x.scale,
+    )[0].view(torch.int8)  # fmt: skip
 
 
 def ffn(width: int, gated: bool, recompute: bool | str = "auto") -> torch.Tensor:
@@ -100,6 +120,7 @@ def calls(target: str) -> Iterator[Callable[[], torch.Tensor]]:
                 in_8_bits(4096, 1024), in_8_bits(2048, 1024), z, z if gated else None, True, SILU,
                 EPILOGUE_PIPELINES["scaled_hidden_gradient", gated],
             )[0]  # fmt: skip
+            yield from bounded(gated, z)
 
 
 if __name__ == "__main__":
