@@ -165,7 +165,8 @@ def _quantised_rows(
 
 def quantised_transpose(weights: tuple[Tensor, ...], call: Prepared) -> Scaled:
     """The transposes of one or two weights ``[N, K]`` side by side, with a scale for each of the K rows."""
-    return _from_weights("transposed", weights, call, lambda: quantise_transposed(*weights, ready=call.ready))
+    first, other = weights if len(weights) == 2 else (*weights, None)
+    return _from_weights("transposed", weights, call, lambda: quantise_transposed(first, other, call.ready))
 
 
 class FFNWeights(NamedTuple):
@@ -221,17 +222,17 @@ def ffn_transposes(
     w_up: Tensor, w_gate: Tensor | None, w_down: Tensor, units: Tensor, dx: bool, call: Prepared
 ) -> FFNTransposes:
     """The transposes with a scale for each row, any strides; up's and gate's for ``dx``."""
-    first = (w_up,) if w_gate is None else (w_up, w_gate)
 
     def make() -> FFNTransposes:
         norms = units.new_empty(units.shape[1])
         down = quantise_transposed(w_down, ready=call.ready, norms=norms)
         table = gradient_units(down, norms, units, w_gate is not None, call.ready)
         factors = table[1:]
-        up = quantise_transposed(*first, ready=call.ready, weights=factors) if dx else None
+        up = quantise_transposed(w_up, w_gate, call.ready, weights=factors) if dx else None
         return FFNTransposes(Scaled(down.values, table[0]), up, factors)
 
-    return _from_weights(("ffn transposed", dx), (*first, w_down), call, make, beside=units)
+    present = [each for each in (w_up, w_gate, w_down) if each is not None]
+    return _from_weights(("ffn transposed", dx), present, call, make, beside=units)
 
 
 def quantised(x: Tensor, ready: dict[Any, Any], norms: Tensor | None = None) -> Scaled:

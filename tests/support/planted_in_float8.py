@@ -136,7 +136,7 @@ FLOAT8: tuple[Fault, ...] = (
     ),
     _fault(
         "gradients of x from exchanged weights", _WEIGHTS,
-        "if w_gate is None else (w_up, w_gate)", "if w_gate is None else (w_gate, w_up)",
+        "up = quantise_transposed(w_up, w_gate,", "up = quantise_transposed(w_gate if w_gate is not None else w_up, w_up,",
         "functional/test_float8 ffn_close_to_float64",
     ),
     _fault(

@@ -20,7 +20,8 @@ from ...kernels import gemm_epilogue as kernels
 from ...kernels.bounds import MOST_SLOPE, gradient_rows, row_table
 from ...kernels.column_sums import column_sums
 from ...kernels.dropout import Dropout
-from ...kernels.float8 import Scaled, quantise_rows
+from ...kernels.float8 import quantise_rows
+from ...kernels.hopper import Scaled
 from ...kernels.tuning import COLUMN_SUM_TILES
 from ..custom_ops import Result
 from ..float8 import (
@@ -60,7 +61,8 @@ def forward(call: Prepared, operands: Tensors, keep: bool, adapted: Adapted | No
         hidden_rows = row_table(x_values, x_norms, w_gate is not None, scale, ready)
         left = Scaled(x_values.values, hidden_rows[0].view(torch.int32))
     else:
-        up, down, gate = (None if each is None else quantised_weight(each, call) for each in (w_up, w_down, w_gate))
+        up, down = quantised_weight(w_up, call), quantised_weight(w_down, call)
+        gate = None if w_gate is None else quantised_weight(w_gate, call)
         left = x_values = quantised(rows(x), ready)
     hidden, z, z_gate = kernels.scaled_hidden(
         left, up, packed(b_up), gate, packed(b_gate), keep, arithmetic, plan.hidden_pipeline, x.dtype, dropout,
@@ -165,7 +167,7 @@ def gradients(
         )  # fmt: skip
     elif needs_hidden:
         hidden = hidden_again(z, z_gate, arithmetic.activation, dropout)
-    if wanted[2] and down_in_8_bits:
+    if wanted[2] and dy_values is not None and down_in_8_bits:
         hidden_scale, factors = (kept.hidden_rows[1], kept.units[5]) if bounded else (kept.hidden_scale, None)
         named: dict[Any, Any] = ready.setdefault("down gradient", {})
         [results[2]] = weight_gradients(
