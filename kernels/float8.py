@@ -302,7 +302,7 @@ def quantise_transposed(
     found = Scaled(x.new_empty(columns, rows * len(given), dtype=E4M3), x.new_empty(columns, dtype=torch.float32))
     bands = ceil_div(rows, _BAND_ROWS)
     partial = x.new_empty(1 if norms is None else 2, len(given), bands, columns, dtype=torch.float32)
-    of_rows: Sequence[torch.Tensor | None] = (None, None) if weights is None else weights
+    of_rows: Sequence[torch.Tensor | None] = (None, None) if weights is None else weights.unbind()
     for place, each in enumerate(given):
         squares = None if norms is None else partial[1, place]
         launch = _prepared_maxima(each, of_rows[place], squares, ready)

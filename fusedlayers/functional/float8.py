@@ -165,8 +165,8 @@ def _quantised_rows(
 
 def quantised_transpose(weights: tuple[Tensor, ...], call: Prepared) -> Scaled:
     """The transposes of one or two weights ``[N, K]`` side by side, with a scale for each of the K rows."""
-    first, other = weights if len(weights) == 2 else (*weights, None)
-    return _from_weights("transposed", weights, call, lambda: quantise_transposed(first, other, call.ready))
+    other = weights[1] if len(weights) == 2 else None
+    return _from_weights("transposed", weights, call, lambda: quantise_transposed(weights[0], other, call.ready))
 
 
 class FFNWeights(NamedTuple):
