@@ -8,14 +8,15 @@ import pytest
 import torch
 from torch import Tensor
 
+from fusedlayers.closeness.noise import sqnr
 from fusedlayers.kernels import bounds
 from fusedlayers.kernels.activations import ACTIVATIONS
 from fusedlayers.kernels.hopper import Scaled
 from fusedlayers.planning.float8 import _UNBOUNDED
+from fusedlayers.reference import float8 as reference
 from tests.support import float8_twins as twins
 from tests.support.operands import DEVICE, needs_kernels
 
-pytestmark = needs_kernels
 SIZES = [1, 300, 1024]
 
 
@@ -35,6 +36,7 @@ def bits(table: Tensor) -> Tensor:
     return table.view(torch.int32)
 
 
+@needs_kernels
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("gate", [None, False, True], ids=["plain", "gated", "bias"])
 def test_units(size: int, gate: bool | None) -> None:
@@ -54,6 +56,7 @@ def test_units(size: int, gate: bool | None) -> None:
     assert torch.allclose(found, expected, rtol=2e-7, atol=0)
 
 
+@needs_kernels
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
 def test_rows(size: int, gated: bool) -> None:
@@ -85,3 +88,24 @@ def test_bounded_activations_are_bounded(name: str) -> None:
     [slope] = torch.autograd.grad(value.sum(), z)
     assert (value.abs() <= z.abs() * (1 + 1e-12)).all()
     assert (slope.abs() <= bounds.MOST_SLOPE).all()
+
+
+@pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
+@pytest.mark.parametrize(("columns", "least"), [(2048, 31), (4096, 30), (8192, 28)])
+def test_noise_of_a_hidden_that_is_bounded(columns: int, least: float, gated: bool) -> None:
+    """Beside that of one that is quantised by the maxima of rows; the factors of its units do not matter."""
+    x = torch.randn(64, columns).bfloat16()
+    weights = [(torch.randn(256, columns) * columns**-0.5).bfloat16() for _ in range(1 + gated)]
+    quantised, norms = [], []
+    for each in (x, *weights):
+        norms.append(torch.empty(len(each)))
+        quantised.append(twins.quantise_rows(each, norms=norms[-1]))
+    of_x, up, *gate = quantised
+    hidden, _, _ = reference.scaled_hidden(of_x, up, None, gate[0] if gate else None, activation="silu")
+    table = twins.row_table(of_x, norms[0], gated, 1.0)
+    factors = torch.stack([reference.unit_norms(each) for each in weights]).prod(0)
+    values = twins.rounded(hidden, table[2], 1 / factors).float()
+    by_maxima = sqnr(reference.dequantised(reference.quantised_rows(hidden)), hidden)
+    bounded = sqnr(values * table[1][:, None] * factors, hidden)
+    assert bounded >= least
+    assert bounded >= by_maxima - (0.5 if not gated else 4)
