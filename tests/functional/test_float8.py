@@ -96,29 +96,6 @@ def test_linear_close_to_float64(activation: str | None, bias: bool) -> None:
         assert sqnr(value, expected[name]) >= OF_PRODUCT, name
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
-def test_whatever_is_frozen(gated: bool, recipe: str, made: Any) -> None:
-    """Every operand alone: the same gradient as with all of them, and nothing quantised for what nobody wants."""
-    given, dy = operands(gated), torch.randn(M, O)
-    everything = gradients(ffn(given, precision=recipe), given, dy)
-    for name, expected in everything.items():
-        alone = {other: each.detach().requires_grad_(other == name) for other, each in given.items()}
-        made.clear()
-        y = ffn(alone, precision=recipe)
-        forward = made["rows"]
-        found = gradients(y, alone, dy)[name]
-        # w_down alone has a gradient in 16 bits.
-        assert sqnr(found, expected) > 20 if name == "w_down" else torch.equal(found, expected), name
-        # The transposed w_down for what goes through the hidden, the other weights for dx alone.
-        through = name not in ("w_down", "b_down")
-        assert made["transposed"] == through + (name == "x")
-        # dy for what goes through the hidden, and dz for dx, if it does not come in 8 bits.
-        in_8_bits = recipe == "rowwise"
-        assert made["pairs"] == (in_8_bits and name in ("w_up", "w_gate"))
-        assert made["rows"] - forward == through + (name == "x" and not in_8_bits)
-
-
 def test_what_is_not_wanted_is_not_saved() -> None:
     given = operands()
     frozen = {name: each.detach().requires_grad_(name == "b_down") for name, each in given.items()}
@@ -321,20 +298,6 @@ def test_weights_under_autocast_are_quantised_once_until_they_change(made: Any) 
     with torch.autocast("cpu", BFLOAT16), torch.no_grad():
         expected = ffn(given | {"w_up": up.clone(), "w_gate": gate.clone()})
     assert torch.equal(y, expected)
-
-
-def test_biases_that_change_beside_frozen_weights() -> None:
-    """The numbers of units depend on them."""
-    given, dy = operands(True), torch.randn(M, O)
-    given = {name: each.detach().requires_grad_(not name.startswith("w_")) for name, each in given.items()}
-    for step in range(3):
-        found = gradients(ffn(given), given, dy)
-        fresh = {name: each.detach().clone().requires_grad_(each.requires_grad) for name, each in given.items()}
-        expected = gradients(ffn(fresh), fresh, dy)
-        assert [name for name, each in expected.items() if not torch.equal(found[name], each)] == []
-        with torch.no_grad():
-            for name in ("b_up", "b_gate"):
-                given[name] += 2 + step
 
 
 def test_a_weight_that_changes_between_both_passes_under_autocast() -> None:

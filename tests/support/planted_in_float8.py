@@ -81,7 +81,7 @@ FLOAT8: tuple[Fault, ...] = (
     _fault(
         "transposed weights of other biases", _WEIGHTS,
         "call, make, beside=units)", "call, make)",
-        "functional/test_float8 biases_that_change",
+        "functional/test_float8_frozen biases_that_change",
     ),
     _fault(
         "units left out of a weight gradient", _FFN,
@@ -110,7 +110,7 @@ FLOAT8: tuple[Fault, ...] = (
     ),
     _fault(
         "low-rank product left out of the result", _FFN,
-        'call.ready.setdefault("down", {}), low_rank)', 'call.ready.setdefault("down", {}))',
+        ', ready.setdefault("down", {}), low_rank)', ', ready.setdefault("down", {}))',
         "functional/test_float8_lora_ffn close_to_float64",
     ),
     _fault(

@@ -1,0 +1,50 @@
+"""FFNs in 8 bits some of whose operands are frozen, by the float32 model on a CPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from fusedlayers.closeness.noise import sqnr
+from tests.functional.test_float8 import RECIPES, M, O, ffn, gradients, made, operands
+
+__all__ = ["made"]
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
+def test_whatever_is_frozen(gated: bool, recipe: str, made: Any) -> None:
+    """Every operand alone: the same gradient as with all of them, and nothing quantised for what nobody wants."""
+    given, dy = operands(gated), torch.randn(M, O)
+    everything = gradients(ffn(given, precision=recipe), given, dy)
+    for name, expected in everything.items():
+        alone = {other: each.detach().requires_grad_(other == name) for other, each in given.items()}
+        made.clear()
+        y = ffn(alone, precision=recipe)
+        forward = made["rows"]
+        found = gradients(y, alone, dy)[name]
+        # w_down alone has a gradient in 16 bits.
+        assert sqnr(found, expected) > 20 if name == "w_down" else torch.equal(found, expected), name
+        # The transposed w_down for what goes through the hidden, the other weights for dx alone.
+        through = name not in ("w_down", "b_down")
+        assert made["transposed"] == through + (name == "x")
+        # dy for what goes through the hidden, and dz for dx, if it does not come in 8 bits.
+        in_8_bits = recipe == "rowwise"
+        assert made["pairs"] == (in_8_bits and name in ("w_up", "w_gate"))
+        assert made["rows"] - forward == through + (name == "x" and not in_8_bits)
+
+
+def test_biases_that_change_beside_frozen_weights() -> None:
+    """The numbers of units depend on them."""
+    given, dy = operands(True), torch.randn(M, O)
+    given = {name: each.detach().requires_grad_(not name.startswith("w_")) for name, each in given.items()}
+    for step in range(3):
+        found = gradients(ffn(given), given, dy)
+        fresh = {name: each.detach().clone().requires_grad_(each.requires_grad) for name, each in given.items()}
+        expected = gradients(ffn(fresh), fresh, dy)
+        assert [name for name, each in expected.items() if not torch.equal(found[name], each)] == []
+        with torch.no_grad():
+            for name in ("b_up", "b_gate"):
+                given[name] += 2 + step
