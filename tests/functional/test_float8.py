@@ -202,6 +202,8 @@ def test_parts_of_one_weight_are_told_apart(made: Any) -> None:
     assert made["transposed"] == 2
     expected = gradients(ffn(given).sum(), given, torch.tensor(1.0))
     assert torch.equal(found, torch.cat((expected["w_gate"], expected["w_up"])))
+    exchanged = {"w_up": given["w_gate"], "w_gate": given["w_up"]}
+    assert torch.equal(ffn(given | {"w_up": gate, "w_gate": up}), ffn(given | exchanged))
 
 
 def test_nothing_is_kept_of_a_weight_that_was_just_computed(made: Any) -> None:
@@ -300,18 +302,19 @@ def test_weights_under_autocast_are_quantised_once_until_they_change(made: Any) 
     assert torch.equal(y, expected)
 
 
-def test_a_weight_that_changes_between_both_passes_under_autocast() -> None:
+@pytest.mark.parametrize("activation", ["gelu", "relu2"])
+def test_a_weight_that_changes_between_both_passes_under_autocast(activation: str) -> None:
     """The backward pass reads what was cast before."""
     given, dy = operands(False, torch.float32), torch.randn(M, O).to(BFLOAT16)
     found = []
     for change in (False, True):
         with torch.autocast("cpu", BFLOAT16):
-            y = ffn(given)
+            y = ffn(given, activation=activation)
         before = given["w_up"].detach().clone()
         with torch.no_grad():
             given["w_up"].mul_(1 + change)
         with torch.autocast("cpu", BFLOAT16):
-            newer = ffn(given)
+            newer = ffn(given, activation=activation)
         torch.autograd.grad(newer, [given["x"]], dy)
         found.append(torch.autograd.grad(y, [given["x"]], dy)[0])
         given["w_up"].data = before
