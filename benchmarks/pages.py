@@ -129,18 +129,17 @@ def _training_steps() -> str:
 
 
 def _fp8_steps() -> str:
-    """What compiled steps in 8 bits gain, in a sentence."""
-    found = _most_complete("fp8, whole steps", _shown_cells)
-    gains = []
-    for row in tables.timed_rows(found):
-        times = [tables.median(row, name, "launched") for name in (NORM, FP8)]
-        if row["direction"] == "compile" and times[0] and times[1] and times[1] < 0.98 * times[0]:
-            gains.append(f"{row['title']} from {times[0] * 1e3:.1f} to {times[1] * 1e3:.1f}")
-    wide = ", ".join(gains)
-    measured = step_tables.conditions(found, tables.timed_rows(found))
+    """What compiled steps in 8 bits gain, in a sentence: of each model the newest time."""
+    gains: dict[str, str] = {}
+    for found in sorted(map(_read, PLACES["fp8, whole steps"].paths()), key=lambda record: record["started"]):
+        card = found["device"]["name"].removeprefix("NVIDIA ").split()[0]
+        for row in tables.timed_rows(found):
+            times = [tables.median(row, name, "launched") for name in (NORM, FP8)]
+            if row["direction"] == "compile" and times[0] and times[1] and times[1] < 0.98 * times[0]:
+                gains[row["title"]] = f"{times[0] * 1e3:.1f} to {times[1] * 1e3:.1f} ms ({row['title']}; {card})"
     return (
-        f'`fl.replace(model, precision="fp8")` takes the compiled steps of wide models further down, in ms: {wide} '
-        f"([what it costs](docs/fp8.md); {measured[0].lower()}{measured[1:]})."
+        f'`fl.replace(model, precision="fp8")` shortens the compiled steps of wide models, in runs of their own: from '
+        f"{' and from '.join(gains.values())}. [What it costs](docs/fp8.md)."
     )
 
 

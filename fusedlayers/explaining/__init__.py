@@ -116,8 +116,12 @@ def _call(
     options: tuple[Any, ...],
     device: torch.device,
     facts: Device | None,
+    in_8_bits: Any = None,
 ) -> Explanation:
-    """The explanation of a checked call whose tensors are on ``device``, or on a GPU with these ``facts``."""
+    """The explanation of a checked call whose tensors are on ``device``, or on a GPU with these ``facts``.
+
+    ``in_8_bits`` is the problem of the same call in 8 bits, if that was requested.
+    """
     operation, card = operation.variant(options), facts
     problem = operation.problem(tensors, options)
     if facts is not None:
@@ -127,8 +131,8 @@ def _call(
         plan = dispatch(problem_on(problem, describe(device)), device)
         facts = describe(device)
     if (other := operation.instead(plan, options)) is not None:
-        return in_16_bits(_call(other[0], tensors, other[1], device, card), plan.reason)
-    return explanation_of(operation, plan, facts, tensors, options)
+        return in_16_bits(_call(other[0], tensors, other[1], device, card, plan.problem), plan.reason)
+    return explanation_of(operation, plan, facts, tensors, options, in_8_bits)
 
 
 def _model(model: nn.Module, inputs: Sequence[Any], options: dict[str, Any], facts: Device | None) -> ModelExplanation:

@@ -16,6 +16,7 @@ from ..functional.operation import Operation
 from ..functional.switches import backend
 from ..planning import CARDS, Decision, Device
 from ..planning.avoiding import WHY_AVOIDED
+from ..planning.float8 import IN_16_BITS
 
 
 @dataclass(frozen=True, repr=False)
@@ -97,9 +98,17 @@ class ModelExplanation:
 
 
 def explanation_of(
-    operation: Operation, plan: Decision, facts: Device, tensors: Sequence[Tensor | None], options: tuple[Any, ...]
+    operation: Operation,
+    plan: Decision,
+    facts: Device,
+    tensors: Sequence[Tensor | None],
+    options: tuple[Any, ...],
+    in_8_bits: Any = None,
 ) -> Explanation:
-    """The explanation of a call by its plan, on a device with these facts."""
+    """The explanation of a call by its plan, on a device with these facts.
+
+    ``in_8_bits`` is the problem of the same call in 8 bits, if that was requested: another device may run it so.
+    """
     problem = plan.problem
     summary = plan.summary(facts)
     theirs = problem.kept_by_torch(facts) if problem.training else 0
@@ -110,7 +119,7 @@ def explanation_of(
         ("call", f"{problem.described}, on {facts.name}{least}"),
         ("keeps", kept),
         *_recomputed(operation, plan, facts, tensors, options),
-        ("elsewhere", _elsewhere(plan, facts)),
+        ("elsewhere", _elsewhere(plan, facts, in_8_bits)),
     ]
     return Explanation(
         plan.path,
@@ -163,12 +172,15 @@ def _recomputed(
     return [(name, f"{', '.join(texts[:-1])} and {texts[-1]}")]
 
 
-def _elsewhere(plan: Decision, facts: Device) -> str:
+def _elsewhere(plan: Decision, facts: Device, in_8_bits: Any) -> str:
     """What other GPUs than this one would do with the call."""
     found: dict[str, list[str]] = {}
     for name, other in CARDS.items():
         if other.name != facts.name:
             made = planning.plan(problem_on(plan.problem, other), other, backend())
+            if in_8_bits is not None:
+                asked = planning.plan(problem_on(in_8_bits, other), other, backend())
+                made = made if asked.path == IN_16_BITS else asked
             where = "through torch" if made.path == "torch" else made.runs()
             found.setdefault("do the same" if made.path == plan.path else f"run it {where}", []).append(name)
     return "; ".join(f"an {' or '.join(names)} would {words}" for words, names in found.items())

@@ -120,3 +120,14 @@ def test_reasons_on_a_gpu_that_is_not_there() -> None:
     assert "operands of float32 are not quantised" in said(1024, 4096, dtype=torch.float32)
     assert "recompute=True forbids" in said(1024, 4096, recompute=True)
     assert "keep more bytes than recompute= allows" in said(1024, 4096, recompute=2**20)
+
+
+def test_what_another_gpu_would_do_in_8_bits() -> None:
+    """A CPU cannot, and explains the call in 16 bits; an H100 would run it in 8."""
+    for width, expected in (
+        (2048, "would run it in the float8 kernels"),
+        (512, "would run it in the epilogue kernels"),
+    ):
+        block = fl.FusedFFN(width, 4 * width, precision="fp8", device="meta", dtype=BFLOAT16, bias=False)
+        x = torch.empty(65_536, width, device="meta", dtype=BFLOAT16)
+        assert expected in fl.explain(block, x).lines[-1]
