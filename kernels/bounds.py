@@ -36,6 +36,7 @@ from .tiles import load_vector
 MOST_SLOPE = 1.13
 # Norms of units are limited to this range, so that no product with them leaves that of float32.
 _LEAST, _MOST = tl.constexpr(2.0**-40), tl.constexpr(2.0**40)
+_LARGEST = tl.constexpr(3.4e38)
 # A bound may be larger than any float32, though no number that it bounds is.
 _MOST_SCALE = tl.constexpr(2.0**120)
 _BLOCK = 256
@@ -74,6 +75,8 @@ def _inverse_norms(norms_ptr, bias_ptr, cols, N):
     norms = load_vector(norms_ptr, cols, 1, N)
     if bias_ptr is not None:
         norms += tl.abs(load_vector(bias_ptr, cols, 1, N).to(tl.float32))
+    # An infinite bias must not become a finite norm.
+    norms = tl.where(norms > _LARGEST, norms - norms, norms)
     # Not tl.minimum and tl.maximum, which drop NaN.
     norms = tl.where(norms < _LEAST, _LEAST, norms)
     return _cut(_inverse(tl.where(norms > _MOST, _MOST, norms)))

@@ -90,7 +90,7 @@ def column_sums(
     if not dy.shape[1]:
         return dy.new_empty(0)
     if ready is not None:
-        ready = ready.setdefault(("column sums", *layout_of(dy)), {})
+        ready = ready.setdefault(("column sums", dy.dtype, *layout_of(dy)), {})
     partials = column_partials(dy, tiles, ready, scales)
     if partials.dim() == 1:
         return partials

@@ -75,6 +75,8 @@ def _from_weights(
     if not _may_keep(owners, call.problem):
         return make()
     first, *others = [_kept_of(owner) for owner in owners]
+    # A cycle of references would keep what was made of two parts of one tensor.
+    others = [each for each in others if each is not first]
     # Another stream would have to wait for the kernel that quantises.
     stream = torch._C._cuda_getCurrentRawStream(weights[0].device.index) if weights[0].is_cuda else 0
     parts = [
@@ -88,7 +90,7 @@ def _from_weights(
         if beside is None or (known[2] is not None and known[2].data_ptr() == beside.data_ptr()):
             return found
     made = make()
-    first.made[key] = made, others, beside
+    first.made[key] = made, others, None if beside is None else beside.detach()
     return made
 
 

@@ -49,6 +49,7 @@ class Float8Problem(Problem):
     """An FFN in 8 bits."""
 
     recipe: str = AUTO
+    biased: bool = False  # the up or the gate projection
 
     __hash__ = Call.__hash__
 
@@ -69,8 +70,10 @@ class Float8Problem(Problem):
     @property
     def bounded(self) -> bool:
         """Whether the hidden is stored in 8 bits by the kernel that computes it, with scales that bound it."""
-        close = not self.gated or max(self.K, self.O) <= _MOST_GATED
-        return close and self.activation not in _UNBOUNDED
+        if self.gated and (self.biased or self.activation == "tanh" or max(self.K, self.O) > _MOST_GATED):
+            # The product of two bounds that are not close is not close at all.
+            return False
+        return self.activation not in _UNBOUNDED
 
     @property
     def gradients_bounded(self) -> bool:
@@ -220,7 +223,8 @@ def _transposes(recipe: str, reuse: float, least: int | None = None) -> bool:
 
 
 def _without_recipe(problem: Any) -> dict[str, Any]:
-    return {each.name: getattr(problem, each.name) for each in fields(problem) if each.name != "recipe"}
+    names = [each.name for each in fields(problem) if each.name not in ("recipe", "biased")]
+    return {name: getattr(problem, name) for name in names}
 
 
 @dataclass(frozen=True, kw_only=True)

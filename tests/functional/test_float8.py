@@ -35,13 +35,17 @@ def made() -> Iterator[Any]:
         yield found
 
 
-def operands(gated: bool = False, dtype: torch.dtype = BFLOAT16) -> dict[str, Tensor]:
+def operands(
+    gated: bool = False, dtype: torch.dtype = BFLOAT16, bias: bool | None = None
+) -> dict[str, Tensor]:  # fmt: skip
+    """With biases of the hidden unless it is gated; with both it is not bounded."""
+    bias = not gated if bias is None else bias
     shapes = {
         "x": (M, K), "w_up": (N, K), "w_down": (O, N), "b_up": (N,), "b_down": (O,), "w_gate": (N, K), "b_gate": (N,),
     }  # fmt: skip
     found = {}
     for name, shape in shapes.items():
-        if gated or "gate" not in name:
+        if (gated or "gate" not in name) and (bias or name not in ("b_up", "b_gate")):
             values = torch.randn(shape) / (shape[1] ** 0.5 if name.startswith("w") else 1)
             found[name] = values.to(dtype).requires_grad_()
     return found
@@ -62,9 +66,11 @@ def ffn(given: dict[str, Tensor], precision: str = "fp8", **options: Any) -> Ten
 
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("activation", ["gelu", "silu", "relu2", "identity"])
-@pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
-def test_ffn_close_to_float64(gated: bool, activation: str, recipe: str) -> None:
-    given, dy = operands(gated), torch.randn(M, O)
+@pytest.mark.parametrize(
+    ("gated", "bias"), [(False, True), (True, False), (True, True)], ids=["plain", "gated", "both"]
+)
+def test_ffn_close_to_float64(gated: bool, bias: bool, activation: str, recipe: str) -> None:
+    given, dy = operands(gated, bias=bias), torch.randn(M, O)
     with decisions() as taken:
         y = ffn(given, activation=activation, precision=recipe)
     assert taken == {"ffn float8": 1}

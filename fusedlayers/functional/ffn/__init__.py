@@ -1,5 +1,6 @@
 """The feed-forward block: the public function, and its operation, which takes one of several paths."""
 
+from dataclasses import replace
 from typing import Any
 
 import torch.nn.functional as F
@@ -184,6 +185,11 @@ class _Float8FFN(Float8Operation, _FFN):
     @property
     def plain(self) -> Operation:
         return FFN
+
+    def problem(self, tensors: Tensors, options: tuple[Any, ...]) -> Float8Problem:
+        found: Float8Problem = super().problem(tensors, options)
+        _, _, _, b_up, _, _, b_gate, *_ = tensors
+        return found if b_up is None and b_gate is None else replace(found, biased=True)
 
     def results(self, operands: Tensors, problem: Any, path: str, extras: dict[str, Any], saving: bool) -> Results:
         results, pre_activations = super().results(operands, problem, path, extras, saving)

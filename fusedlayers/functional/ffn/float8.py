@@ -87,7 +87,8 @@ def forward(call: Prepared, operands: Tensors, keep: bool, adapted: Adapted | No
         hidden_scale=hidden_values.scale if problem.down_gradient_in_8_bits and not bounded else None,
         x_norms=x_norms if bounded and problem.gated else None,
         hidden_rows=hidden_rows if bounded else None,
-        units=units if bounded else None,
+        # What autograd saves of it must not be what is kept with the weights.
+        units=units.detach() if bounded else None,
     )
 
 
@@ -181,8 +182,9 @@ def gradients(
     hidden = None
     if transposes is not None and (db_up or db_gate):
         sums = column_sums(dz, COLUMN_SUM_TILES, ready, gradient_scales)
-        sums = (sums.view_as(transposes.factors) * transposes.factors).to(x.dtype)
-        results[3], results[6] = sums[0] if db_up else None, sums[-1] if db_gate else None
+        sums, factors = sums.view_as(transposes.factors), transposes.factors
+        results[3] = (sums[0] * factors[0]).to(x.dtype) if db_up else None
+        results[6] = (sums[-1] * factors[-1]).to(x.dtype) if db_gate else None
     elif transposes is None:
         results[3] = column_sums(dz, COLUMN_SUM_TILES, ready) if db_up else None
         results[6] = column_sums(dz_gate, COLUMN_SUM_TILES, ready) if db_gate else None
