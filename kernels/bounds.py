@@ -8,10 +8,14 @@ in 8 bits at once. No second pass looks for maxima, nothing is kept from step to
 the rounding of operands where x_i and w_j are parallel. The number of a row is its scale in 8 bits, a power of two;
 that of a unit is multiplied into the weights of the next product before they are quantised.
 
+With a gate, a hidden is bounded by two such products, so they should be close. Any positive numbers d_k may be divided
+out of the columns of the weights and multiplied into those of x: ``|x_i · w_j| <= ‖x_i d‖ ‖w_j / d‖``. With the norms
+of the weights' columns for d, a channel of x counts as much as the weights read it, however large it is.
+
 A bound is larger than the maximum, for random directions by about ``√K / 4``, and in a gated hidden by the square of
 that. e4m3 has the same precision over 15 binary orders of magnitude, so this costs next to nothing up to 8192 columns.
-Where an element is far below its bound because x_i and w_j are nearly orthogonal, the rounding of x_i has spoiled it
-before.
+Where an element is far below its bound because x_i and w_j are nearly orthogonal, the rounding of x_i has mostly
+spoiled it already.
 
 Kernels read several numbers of a row or a unit at once: two of 16 bits in a *word* of 32, both as bfloat16, which holds
 any power of two. Here tables have a row for each kind of number:
@@ -34,6 +38,8 @@ from .tiles import load_vector
 
 # At least the largest slope of any activation that is bounded.
 MOST_SLOPE = 1.13
+# The range of the numbers of channels.
+CHANNELS = 2.0**-40, 2.0**40
 # Norms of units are limited to this range, so that no product with them leaves that of float32.
 _LEAST, _MOST = tl.constexpr(2.0**-40), tl.constexpr(2.0**40)
 _LARGEST = tl.constexpr(3.4e38)

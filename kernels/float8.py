@@ -90,17 +90,19 @@ def _block(x_ptr, factors_ptr, rows, cols, stride, M, K):
 
 
 @triton.jit
-def _stored(values_ptr, x, factor, rows, cols, stride, M, K):
-    """Store a quantised block, and return the sums of the squares of its rows before they were rounded."""
+def _stored(values_ptr, x, factor, weights_ptr, rows, cols, stride, M, K):
+    """Store a quantised block, and return the sums of the weighted squares of its rows before they were rounded."""
     x = x.to(tl.float32) * factor[:, None]
     store_tile(values_ptr, x.to(tl.float8e4nv).to(tl.int8, bitcast=True), rows, cols, stride, 1, M, K)
+    if weights_ptr is not None:
+        x *= load_vector(weights_ptr, cols, 1, K)[None, :]
     return tl.sum(x * x, 1)
 
 
 @triton.jit(do_not_specialize=["M"])
 def _quantise_rows_kernel(
-    x_ptr, other_ptr, factors_ptr, values_ptr, scales_ptr, norms_ptr, stride_x, stride_other, stride_values, K, M,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr, WHOLE: tl.constexpr, UNIT: tl.constexpr,
+    x_ptr, other_ptr, factors_ptr, weights_ptr, values_ptr, scales_ptr, norms_ptr, stride_x, stride_other,
+    stride_values, K, M, ROWS: tl.constexpr, BLOCK: tl.constexpr, WHOLE: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
     """Rows ``[x | other]``; ``WHOLE``: a row of each is one block, which stays in registers."""
     stride_x, stride_other = assume_multiple(stride_x, UNIT), assume_multiple(stride_other, UNIT)
@@ -114,9 +116,9 @@ def _quantise_rows_kernel(
             other = load_tile(other_ptr, rows, cols, stride_other, 1, M, K)
             largest = tl.maximum(largest, tl.max(_magnitude(other), 1))
         scale, factor = scales_of(_as_number(largest, x))
-        squares = _stored(values_ptr, x, factor, rows, cols, stride_values, M, K)
+        squares = _stored(values_ptr, x, factor, weights_ptr, rows, cols, stride_values, M, K)
         if other_ptr is not None:
-            squares += _stored(values_ptr + K, other, factor, rows, cols, stride_values, M, K)
+            squares += _stored(values_ptr + K, other, factor, None, rows, cols, stride_values, M, K)
     else:
         x = _block(x_ptr, factors_ptr, rows, cols, stride_x, M, K)
         largest = _magnitude(x)
@@ -131,11 +133,11 @@ def _quantise_rows_kernel(
         squares = tl.zeros((ROWS,), tl.float32)
         for first in tl.range(0, K, BLOCK):
             x = _block(x_ptr, factors_ptr, rows, first + cols, stride_x, M, K)
-            squares += _stored(values_ptr, x, factor, rows, first + cols, stride_values, M, K)
+            squares += _stored(values_ptr, x, factor, weights_ptr, rows, first + cols, stride_values, M, K)
         if other_ptr is not None:
             for first in tl.range(0, K, BLOCK):
                 x = load_tile(other_ptr, rows, first + cols, stride_other, 1, M, K)
-                squares += _stored(values_ptr + K, x, factor, rows, first + cols, stride_values, M, K)
+                squares += _stored(values_ptr + K, x, factor, None, rows, first + cols, stride_values, M, K)
     tl.store(scales_ptr + rows, scale, mask=rows < M)
     if norms_ptr is not None:
         # Squares of values that are divided by the scale cannot overflow.
@@ -245,13 +247,14 @@ def quantise_rows(
     *,
     factors: torch.Tensor | None = None,
     norms: torch.Tensor | None = None,
+    weights: torch.Tensor | None = None,
 ) -> Scaled:
     """x ``[M, K]`` of 16-bit numbers in 8 bits, with one scale for each row.
 
     With ``other``, of the same shape and dtype, both lie side by side: ``[M, 2 K]``. Elements of a row are contiguous.
     With float32 ``factors`` ``[K]``, and no ``other``, the columns are multiplied by them first. ``norms`` ``[M]``
-    receives the Euclidean norms of the rows in float32. ``ready`` belongs to one prepared call: see
-    ``gemm_gemm.Operands``.
+    receives the Euclidean norms of the rows in float32; with ``weights`` ``[K]`` and no ``other`` those of x times the
+    weights, while the values are those of x. ``ready`` belongs to one prepared call: see ``gemm_gemm.Operands``.
     """
     rows, columns = x.shape
     wide = columns if other is None else 2 * columns
@@ -260,10 +263,10 @@ def quantise_rows(
         return found
     name = (
         "quantised rows", rows, columns, layout_of(x), None if other is None else layout_of(other), factors is None,
-        norms is None,
+        norms is None, weights is None,
     )  # fmt: skip
     launch = prepared(ready, name, _prepare_rows, x, other)
-    launch((x, other, factors, found.values.view(torch.int8), found.scale, norms))
+    launch((x, other, factors, weights, found.values.view(torch.int8), found.scale, norms))
     return found
 
 
@@ -316,6 +319,16 @@ def quantise_transposed(
         launch = _prepared_transposed(each, of_rows[place], part, ready)
         launch((each, of_rows[place], largest, part, found.scale))
     return found
+
+
+def column_norms(x: torch.Tensor, other: torch.Tensor, ready: dict[Any, Any] | None = None) -> torch.Tensor:
+    """The Euclidean norms of the columns of x, above ``other``: both ``[N, K]`` -> ``[K]`` in float32. Any strides."""
+    rows, columns = x.shape
+    partial = x.new_empty(2, 2, ceil_div(rows, _BAND_ROWS), columns, dtype=torch.float32)
+    for place, each in enumerate((x, other)):
+        launch = _prepared_maxima(each, None, partial[1, place], ready)
+        launch((each, None, partial[0, place], partial[1, place]))
+    return partial[1].sum((0, 1)).sqrt_()
 
 
 def _prepared_maxima(

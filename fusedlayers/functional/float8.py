@@ -21,8 +21,8 @@ from torch.compiler import is_dynamo_compiling
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ..kernels import gemm_epilogue as kernels
-from ..kernels.bounds import gradient_units, unit_table
-from ..kernels.float8 import quantise_rows, quantise_transposed, transposed_pair
+from ..kernels.bounds import CHANNELS, gradient_units, unit_table
+from ..kernels.float8 import column_norms, quantise_rows, quantise_transposed, transposed_pair
 from ..kernels.hopper import Scaled
 from ..kernels.torch_internals import is_capturing
 from ..kernels.tuning import EpiloguePipeline
@@ -174,13 +174,15 @@ def quantised_transpose(weights: tuple[Tensor, ...], call: Prepared) -> Scaled:
 class FFNWeights(NamedTuple):
     """The weights of an FFN whose hidden is bounded, with the table of its units: see ``kernels.bounds``.
 
-    Up and gate have words for scales; the numbers of the units are multiplied into down's columns.
+    Up and gate have words for scales; the numbers of the units are multiplied into down's columns. With a gate the norm
+    of a row of x is that of x times ``channels`` ``[K]``.
     """
 
     up: Scaled
     gate: Scaled | None
     down: Scaled
     units: Tensor
+    channels: Tensor | None
 
 
 def ffn_weights(
@@ -188,12 +190,22 @@ def ffn_weights(
 ) -> FFNWeights:
     """The weights of an FFN with a scale for each row, any strides."""
 
-    def with_norms(weight: Tensor, bias: Tensor | None) -> tuple[Scaled, Tensor, Tensor | None]:
+    def with_norms(
+        weight: Tensor, bias: Tensor | None, weights: Tensor | None
+    ) -> tuple[Scaled, Tensor, Tensor | None]:  # fmt: skip
         norms = weight.new_empty(weight.shape[0], dtype=torch.float32)
-        return _quantised_rows(weight, call.ready, norms=norms), norms, packed(bias)
+        if weights is None:
+            return _quantised_rows(weight, call.ready, norms=norms), norms, packed(bias)
+        weight = weight if weight.stride(1) == 1 else weight.contiguous()
+        return quantise_rows(weight, ready=call.ready, norms=norms, weights=weights), norms, packed(bias)
 
     def make() -> FFNWeights:
-        up, gate = with_norms(w_up, b_up), None if w_gate is None else with_norms(w_gate, b_gate)
+        channels = inverses = None
+        if w_gate is not None:
+            channels = column_norms(w_up, w_gate, call.ready).clamp_(*CHANNELS)
+            inverses = channels.reciprocal()
+        up = with_norms(w_up, b_up, inverses)
+        gate = None if w_gate is None else with_norms(w_gate, b_gate, inverses)
         units = unit_table(up, gate, call.ready)
         words = units.view(torch.int32)
         return FFNWeights(
@@ -201,6 +213,7 @@ def ffn_weights(
             gate=None if gate is None else Scaled(gate[0].values, words[1]),
             down=_quantised_rows(w_down, call.ready, factors=units[5]),
             units=units,
+            channels=channels,
         )
 
     given = w_up, w_down, w_gate, b_up, b_gate
@@ -237,9 +250,11 @@ def ffn_transposes(
     return _from_weights(("ffn transposed", dx), present, call, make, beside=units)
 
 
-def quantised(x: Tensor, ready: dict[Any, Any], norms: Tensor | None = None) -> Scaled:
-    """x ``[M, K]`` with a scale for each row, any strides; ``norms`` ``[M]`` receives the norms of the rows."""
-    return quantise_rows(x if x.stride(1) == 1 else x.contiguous(), ready=ready, norms=norms)
+def quantised(
+    x: Tensor, ready: dict[Any, Any], norms: Tensor | None = None, weights: Tensor | None = None
+) -> Scaled:  # fmt: skip
+    """x ``[M, K]`` with a scale for each row, any strides; ``norms`` and ``weights`` are those of ``quantise_rows``."""
+    return quantise_rows(x if x.stride(1) == 1 else x.contiguous(), ready=ready, norms=norms, weights=weights)
 
 
 def product(

@@ -1,4 +1,4 @@
-"""FFNs in 8 bits some of whose operands are frozen, by the float32 model on a CPU."""
+"""FFNs in 8 bits with frozen or unusual operands, by the float32 model on a CPU."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from fusedlayers.closeness.noise import sqnr
-from tests.functional.test_float8 import RECIPES, M, O, ffn, gradients, made, operands
+from fusedlayers import reference
+from fusedlayers.closeness.noise import OF_LAYER, OF_WEIGHT_GRADIENT, sqnr
+from tests.functional.test_float8 import RECIPES, M, O, ffn, gradients, in_float64, made, operands
 
 __all__ = ["made"]
 
@@ -47,3 +48,24 @@ def test_biases_that_change_beside_frozen_weights() -> None:
         assert [name for name, each in expected.items() if not torch.equal(found[name], each)] == []
         with torch.no_grad():
             given["b_up"] += 2 + step
+
+
+@pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
+def test_channels_that_weights_hardly_read(gated: bool) -> None:
+    """Large ones, as massive activations are: they take no bits from the hidden."""
+    given, dy = operands(gated), torch.randn(M, O)
+    with torch.no_grad():
+        for place, size in ((3, 100), (17, 300)):
+            given["x"][:, place] *= size
+            for name in given.keys() & {"w_up", "w_gate"}:
+                given[name][:, place] /= size
+        # One token has nothing else.
+        given["x"][5] *= 0.001
+        given["x"][5, 3] = 400
+    exact = in_float64(given)
+    y, truth = ffn(given, activation="silu"), reference.ffn(**exact, activation="silu")
+    assert sqnr(y, truth) >= OF_LAYER
+    assert sqnr(y[5], truth[5]) >= OF_LAYER
+    found, expected = gradients(y, given, dy), gradients(truth, exact, dy)
+    for name in given.keys() - {"x"}:
+        assert sqnr(found[name], expected[name]) >= OF_WEIGHT_GRADIENT, name

@@ -62,3 +62,18 @@ def test_special_values_stay_in_their_column() -> None:
     assert bool(found[[5, 11]].isnan().all())
     rest = [column for column in range(20) if column not in (2, 5, 11)]
     assert not bool(found[rest].any())
+
+
+@pytest.mark.parametrize("rows", [5, 3000])
+def test_values_in_8_bits_beside_another_dtype_of_the_same_layout(rows: int) -> None:
+    """In float32, times the scales of rows; a prepared launch is not that of the other dtype."""
+    numbers = integers(rows, 64, torch.float16)
+    values = numbers.to(torch.float8_e4m3fn)
+    scales = torch.randint(-2, 3, (rows,), device=DEVICE).float().exp2()
+    ready: dict[object, object] = {}
+    for _ in range(2):
+        found = column_sums(values, SMALL, ready, scales)
+        assert found.dtype == torch.float32
+        assert torch.equal(found, (numbers.float() * scales[:, None]).sum(0))
+        assert torch.equal(column_sums(numbers, SMALL, ready), numbers.double().sum(0).half())
+    assert len(ready) == 2

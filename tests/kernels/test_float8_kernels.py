@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fusedlayers.kernels import float8
-from fusedlayers.kernels.float8 import Scaled, quantise_rows, quantise_transposed, transposed_pair
+from fusedlayers.kernels.float8 import Scaled, column_norms, quantise_rows, quantise_transposed, transposed_pair
 from fusedlayers.reference.float8 import LARGEST, SMALLEST, dequantised, quantised_rows
 from fusedlayers.reference.float8 import transposed_pair as reference_pair
 from tests.kernels.test_code_generation import compiled, faults
@@ -95,6 +95,10 @@ def test_factors_and_norms(size: tuple[int, int], dtype: torch.dtype) -> None:
         expected = x.float() if factors is None else x.float() * factors
         assert_same(quantise_rows(x, factors=factors, norms=norms), expected)
         assert torch.allclose(norms, expected.norm(dim=1), rtol=1e-5, atol=0)
+    assert_same(quantise_rows(x, norms=norms, weights=of_columns), x)
+    assert torch.allclose(norms, (x.float() * of_columns).norm(dim=1), rtol=1e-5, atol=0)
+    found = column_norms(x, other)
+    assert torch.allclose(found, torch.cat((x, other)).float().norm(dim=0), rtol=1e-5, atol=0)
     of_rows = torch.randint(-2, 3, (2, size[0]), device=DEVICE).float().exp2()
     norms = torch.empty(size[1], device=DEVICE)
     both = torch.cat((x.float() * of_rows[0, :, None], other.float() * of_rows[1, :, None])).T
@@ -219,6 +223,7 @@ for columns in (1024, 4096, 8192, 14336, 28672):
                 quantise_transposed(x, x if two else None)
                 quantise_transposed(x, x, weights=torch.empty(2, 8192), norms=units[0])
                 quantise_rows(x, factors=units[0])
+                quantise_rows(x, norms=norms, weights=units[0])
                 values = torch.empty(8192, 8192, dtype=torch.float8_e4m3fn)
                 transposed_pair(Scaled(values, norms), values if two else x, norms)
                 column_sums(values, COLUMN_SUM_TILES, scales=norms)
@@ -239,7 +244,7 @@ def test_compiled_without_spills(tmp_path: Path) -> None:
         "quantise_rows", "column_maxima", "quantise_transposed", "combine_scales", "transpose", "column_sums",
         "reduce_partials", "unit_table", "gradient_units", "row_table", "gradient_rows",
     }  # fmt: skip
-    assert len(found) == 44
+    assert len(found) == 46
     for report in found:
         assert report["spill_bytes"] == 0
         assert faults(report) == []

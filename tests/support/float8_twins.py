@@ -30,14 +30,14 @@ HOPPER = {"kind": "cuda", "name": "H100", "architecture": "sm_90", "sms": 132, "
 
 def quantise_rows(
     x: Tensor, other: Tensor | None = None, ready: Any = None, *, factors: Tensor | None = None,
-    norms: Tensor | None = None,
+    norms: Tensor | None = None, weights: Tensor | None = None,
 ) -> Scaled:  # fmt: skip
     """As the kernel of that name, but rounding to nearest."""
     assert x.stride(1) == 1
     x = x if other is None else torch.cat((x, other), 1)
     x = x if factors is None else x.float() * factors
     if norms is not None:
-        torch.linalg.vector_norm(x.float(), dim=1, out=norms)
+        torch.linalg.vector_norm(x.float() if weights is None else x.float() * weights, dim=1, out=norms)
     return Scaled(*reference.quantised_rows(x))
 
 
@@ -49,6 +49,11 @@ def quantise_transposed(
     given = [each for each in (x, other) if each is not None]
     given = given if weights is None else [each.float() * weights[i, :, None] for i, each in enumerate(given)]
     return quantise_rows(torch.cat(given).T.contiguous(), norms=norms)
+
+
+def column_norms(x: Tensor, other: Tensor, ready: Any = None) -> Tensor:
+    """As the launcher of that name."""
+    return torch.cat((x, other)).float().norm(dim=0)
 
 
 def transposed_pair(left: Scaled, right: Tensor, right_scale: Tensor, ready: Any = None) -> tuple[Scaled, Scaled]:
@@ -192,6 +197,7 @@ def in_8_bits() -> Iterator[Counter[str]]:
             (float8, "quantise_rows", rows),
             (float8, "quantise_transposed", transposed),
             (float8, "transposed_pair", counted("pairs", transposed_pair)),
+            (float8, "column_norms", column_norms),
             (float8, "unit_table", unit_table),
             (float8, "gradient_units", gradient_units),
             (ffn, "row_table", row_table),

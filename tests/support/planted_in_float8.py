@@ -79,6 +79,16 @@ FLOAT8: tuple[Fault, ...] = (
         "functional/test_float8 ffn_close_to_float64",
     ),
     _fault(
+        "norms of x that do not weigh its channels", _FFN,
+        "ready, x_norms, channels)", "ready, x_norms)",
+        "functional/test_float8_frozen channels_that",
+    ),
+    _fault(
+        "prepared sums of another dtype", "kernels/column_sums.py",
+        '("column sums", dy.dtype, *layout_of(dy))', '("column sums", *layout_of(dy))',
+        "kernels/test_column_sums beside_another_dtype",
+    ),
+    _fault(
         "transposed weights of other biases", _WEIGHTS,
         "call, make, beside=units)", "call, make)",
         "functional/test_float8_frozen biases_that_change",

@@ -53,9 +53,9 @@ def forward(call: Prepared, operands: Tensors, keep: bool, adapted: Adapted | No
     units: Any = None
     hidden_rows: Any = None
     if problem.bounded:
-        up, gate, down, units = ffn_weights(w_up, w_gate, w_down, b_up, b_gate, call)
+        up, gate, down, units, channels = ffn_weights(w_up, w_gate, w_down, b_up, b_gate, call)
         x_norms = x.new_empty(problem.M, dtype=torch.float32)
-        x_values = quantised(rows(x), ready, x_norms)
+        x_values = quantised(rows(x), ready, x_norms, channels)
         if b_up is not None or b_gate is not None:
             x_norms += 1
         hidden_rows = row_table(x_values, x_norms, w_gate is not None, scale, ready)
