@@ -79,8 +79,7 @@ def test_values_of_the_model(size: tuple[int, int, int], gated: bool, dropout_p:
     assert torch.equal(again[2].view(torch.int8), hidden.view(torch.int8))
 
 
-@GATED
-@pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
+@pytest.mark.parametrize(("gated", "bias"), [(False, False), (False, True), (True, False)], ids=["", "bias", "gated"])
 def test_units_of_very_different_size(gated: bool, bias: bool) -> None:
     """One unit with weights thirty times those of the others, one without any, and tokens of all sizes."""
     given = operands(SIZES[1], gated, bias)
