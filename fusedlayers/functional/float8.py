@@ -48,8 +48,8 @@ class _Kept:
         key = id(owner)
         self.owner = weakref.ref(owner, lambda _: _kept.pop(key, None))
         self.address, self.version = owner.data_ptr(), owner._version
-        # With what is kept of further tensors that it was made of, and what else it was made from.
-        self.made: dict[tuple[object, ...], tuple[Any, list[_Kept], Tensor | None]] = {}
+        # With what is kept of further tensors that it was made of.
+        self.made: dict[tuple[object, ...], tuple[Any, list[_Kept]]] = {}
 
     def stands(self, owner: Tensor) -> bool:
         """Whether it is still the same tensor, with the same values."""
@@ -63,13 +63,8 @@ def _kept_of(owner: Tensor) -> _Kept:
     return found
 
 
-def _from_weights(
-    kind: object, weights: Sequence[Tensor], call: Prepared, make: Callable[[], _Made], beside: Tensor | None = None
-) -> _Made:
-    """``make()``, or what an earlier call made of the same values; ``kind`` names what is made of which weights.
-
-    ``beside`` is a tensor that is read, too, and never changes: another one has another address, as this one is kept.
-    """
+def _from_weights(kind: object, weights: Sequence[Tensor], call: Prepared, make: Callable[[], _Made]) -> _Made:
+    """``make()``, or what an earlier call made of the same values; ``kind`` names what is made of which weights."""
     sources = [_source_of(weight) for weight in weights]
     owners = [source if source._base is None else source._base for source in sources]
     if not _may_keep(owners, call.problem):
@@ -87,10 +82,9 @@ def _from_weights(
     known = first.made.get(key)
     if known is not None and all(one is other for one, other in zip(known[1], others, strict=True)):
         found: _Made = known[0]
-        if beside is None or (known[2] is not None and known[2].data_ptr() == beside.data_ptr()):
-            return found
+        return found
     made = make()
-    first.made[key] = made, others, None if beside is None else beside.detach()
+    first.made[key] = made, others
     return made
 
 
@@ -236,7 +230,10 @@ class FFNTransposes(NamedTuple):
 def ffn_transposes(
     w_up: Tensor, w_gate: Tensor | None, w_down: Tensor, units: Tensor, dx: bool, call: Prepared
 ) -> FFNTransposes:
-    """The transposes with a scale for each row, any strides; up's and gate's for ``dx``."""
+    """The transposes with a scale for each row, any strides; up's and gate's for ``dx``.
+
+    What they take of ``units``, norms with a gate, depends on the same weights alone, as there are no biases then.
+    """
 
     def make() -> FFNTransposes:
         norms = units.new_empty(units.shape[1])
@@ -247,7 +244,7 @@ def ffn_transposes(
         return FFNTransposes(Scaled(down.values, table[0]), up, factors)
 
     present = [each for each in (w_up, w_gate, w_down) if each is not None]
-    return _from_weights(("ffn transposed", dx), present, call, make, beside=units)
+    return _from_weights(("ffn transposed", dx), present, call, make)
 
 
 def quantised(

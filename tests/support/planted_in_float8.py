@@ -89,11 +89,6 @@ FLOAT8: tuple[Fault, ...] = (
         "kernels/test_column_sums beside_another_dtype",
     ),
     _fault(
-        "transposed weights of other biases", _WEIGHTS,
-        "call, make, beside=units)", "call, make)",
-        "functional/test_float8_frozen biases_that_change",
-    ),
-    _fault(
         "units left out of a weight gradient", _FFN,
         "named, (factors, None)", "named, (None, None)",
         "functional/test_float8 ffn_close_to_float64",
