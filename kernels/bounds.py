@@ -8,9 +8,10 @@ in 8 bits at once. No second pass looks for maxima, nothing is kept from step to
 the rounding of operands where x_i and w_j are parallel. The number of a row is its scale in 8 bits, a power of two;
 that of a unit is multiplied into the weights of the next product before they are quantised.
 
-With a gate, a hidden is bounded by two such products, so they should be close. Any positive numbers d_k may be divided
-out of the columns of the weights and multiplied into those of x: ``|x_i · w_j| <= ‖x_i d‖ ‖w_j / d‖``. With the norms
-of the weights' columns for d, a channel of x counts as much as the weights read it, however large it is.
+With a gate, a hidden is bounded by two such products, so they should be close: there are no biases then, and norms are
+weighted. Any positive numbers d_k may be divided out of the columns of the weights and multiplied into those of x:
+``|x_i · w_j| <= ‖x_i d‖ ‖w_j / d‖``. With the norms of the weights' columns for d, a channel of x counts as much as the
+weights read it, however large it is.
 
 A bound is larger than the maximum, for random directions by about ``√K / 4``, and in a gated hidden by the square of
 that. e4m3 has the same precision over 15 binary orders of magnitude, so this costs next to nothing up to 8192 columns.
@@ -34,7 +35,7 @@ from .device import tl, triton
 from .float8 import scales_of
 from .hopper import Scaled
 from .launching import Launch, ceil_div, prepared
-from .tiles import load_vector
+from .tiles import inverse, load_vector
 
 # At least the largest slope of any activation that is bounded.
 MOST_SLOPE = 1.13
@@ -46,11 +47,6 @@ _LARGEST = tl.constexpr(3.4e38)
 # A bound may be larger than any float32, though no number that it bounds is.
 _MOST_SCALE = tl.constexpr(2.0**120)
 _BLOCK = 256
-
-
-@triton.jit
-def _inverse(x):
-    return tl.div_rn(tl.zeros_like(x) + 1.0, x)
 
 
 @triton.jit
@@ -85,26 +81,25 @@ def _inverse_norms(norms_ptr, bias_ptr, cols, N):
     norms = tl.where(norms > _LARGEST, norms - norms, norms)
     # Not tl.minimum and tl.maximum, which drop NaN.
     norms = tl.where(norms < _LEAST, _LEAST, norms)
-    return _cut(_inverse(tl.where(norms > _MOST, _MOST, norms)))
+    return _cut(inverse(tl.where(norms > _MOST, _MOST, norms)))
 
 
 @triton.jit
 def _unit_table_kernel(
-    up_norms_ptr, up_scale_ptr, up_bias_ptr, gate_norms_ptr, gate_scale_ptr, gate_bias_ptr, table_ptr, N,
-    BLOCK: tl.constexpr,
+    up_norms_ptr, up_scale_ptr, bias_ptr, gate_norms_ptr, gate_scale_ptr, table_ptr, N, BLOCK: tl.constexpr
 ):  # fmt: skip
     cols = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = cols < N
-    up = _inverse_norms(up_norms_ptr, up_bias_ptr, cols, N)
+    up = _inverse_norms(up_norms_ptr, bias_ptr, cols, N)
     tl.store(table_ptr + cols, _word(load_vector(up_scale_ptr, cols, 1, N), up), mask=inside)
-    tl.store(_row(table_ptr, 2, N) + cols, _inverse(up), mask=inside)
+    tl.store(_row(table_ptr, 2, N) + cols, inverse(up), mask=inside)
     gate = tl.zeros_like(up) + 1.0
     if gate_norms_ptr is not None:
-        gate = _inverse_norms(gate_norms_ptr, gate_bias_ptr, cols, N)
+        gate = _inverse_norms(gate_norms_ptr, None, cols, N)
         tl.store(table_ptr + N + cols, _word(load_vector(gate_scale_ptr, cols, 1, N), gate), mask=inside)
-        tl.store(_row(table_ptr, 3, N) + cols, _inverse(gate), mask=inside)
+        tl.store(_row(table_ptr, 3, N) + cols, inverse(gate), mask=inside)
     tl.store(_row(table_ptr, 4, N) + cols, _word(up, gate), mask=inside)
-    tl.store(_row(table_ptr, 5, N) + cols, _inverse(up) * _inverse(gate), mask=inside)
+    tl.store(_row(table_ptr, 5, N) + cols, inverse(up) * inverse(gate), mask=inside)
 
 
 @triton.jit
@@ -113,9 +108,9 @@ def _gradient_units_kernel(
 ):  # fmt: skip
     cols = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = cols < N
-    inverse = _inverse_norms(down_norms_ptr, None, cols, N)
-    norms = _inverse(inverse)
-    tl.store(table_ptr + cols, load_vector(down_scale_ptr, cols, 1, N) * inverse, mask=inside)
+    of_norms = _inverse_norms(down_norms_ptr, None, cols, N)
+    norms = inverse(of_norms)
+    tl.store(table_ptr + cols, load_vector(down_scale_ptr, cols, 1, N) * of_norms, mask=inside)
     if GATED:
         tl.store(table_ptr + N + cols, norms * load_vector(_row(units_ptr, 3, N), cols, 1, N), mask=inside)
         tl.store(_row(table_ptr, 2, N) + cols, norms * load_vector(_row(units_ptr, 2, N), cols, 1, N), mask=inside)
@@ -124,44 +119,47 @@ def _gradient_units_kernel(
 
 
 @triton.jit
-def _bounding_scales(norms_ptr, other_ptr, factor, rows, M):
-    bound = load_vector(norms_ptr, rows, 1, M) * factor
+def _bounding_scales(norms_ptr, other_ptr, addend, factor, rows, M):
+    bound = (load_vector(norms_ptr, rows, 1, M) + addend) * factor
     if other_ptr is not None:
         bound *= load_vector(other_ptr, rows, 1, M)
     scale, _ = scales_of(bound)
     return tl.where(scale > _MOST_SCALE, _MOST_SCALE, scale)
 
 
-@triton.jit(do_not_specialize=["M", "factor"])
-def _row_table_kernel(scale_ptr, norms_ptr, other_ptr, table_ptr, M, factor, BLOCK: tl.constexpr):
+@triton.jit(do_not_specialize=["M", "addend", "factor"])
+def _row_table_kernel(scale_ptr, norms_ptr, other_ptr, table_ptr, M, addend, factor, BLOCK: tl.constexpr):
     rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    scale = _bounding_scales(norms_ptr, other_ptr, factor, rows, M)
-    inverse = _inverse(scale)
-    tl.store(table_ptr + rows, _word(load_vector(scale_ptr, rows, 1, M), inverse), mask=rows < M)
+    scale = _bounding_scales(norms_ptr, other_ptr, addend, factor, rows, M)
+    tl.store(table_ptr + rows, _word(load_vector(scale_ptr, rows, 1, M), inverse(scale)), mask=rows < M)
     tl.store(table_ptr + M + rows, scale, mask=rows < M)
-    tl.store(_row(table_ptr, 2, M) + rows, inverse, mask=rows < M)
+    tl.store(_row(table_ptr, 2, M) + rows, inverse(scale), mask=rows < M)
 
 
 @triton.jit(do_not_specialize=["M", "factor"])
 def _gradient_rows_kernel(scale_ptr, norms_ptr, other_ptr, table_ptr, M, factor, BLOCK: tl.constexpr):
     rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    scale = _bounding_scales(norms_ptr, other_ptr, factor, rows, M)
-    tl.store(table_ptr + rows, load_vector(scale_ptr, rows, 1, M) * _inverse(scale), mask=rows < M)
+    scale = _bounding_scales(norms_ptr, other_ptr, 0.0, factor, rows, M)
+    tl.store(table_ptr + rows, load_vector(scale_ptr, rows, 1, M) * inverse(scale), mask=rows < M)
     tl.store(table_ptr + M + rows, scale, mask=rows < M)
 
 
 def unit_table(
-    up: tuple[Scaled, torch.Tensor, torch.Tensor | None],
-    gate: tuple[Scaled, torch.Tensor, torch.Tensor | None] | None,
+    up: tuple[Scaled, torch.Tensor],
+    gate: tuple[Scaled, torch.Tensor] | None,
+    bias: torch.Tensor | None,
     ready: dict[Any, Any] | None = None,
 ) -> torch.Tensor:
-    """The table of units. Of w_up, and of w_gate if there is one: 8-bit values, norms of rows ``[N]``, and any bias."""
-    (values, scale), norms, bias = up
+    """The table of units: of w_up, and of w_gate if there is one, in 8 bits, with the norms ``[N]`` of their rows.
+
+    Only without a gate there may be a ``bias`` ``[N]``.
+    """
+    (values, scale), norms = up
     columns = values.shape[0]
     table = scale.new_empty(6, columns)
-    other = (None, None, None) if gate is None else (gate[1], gate[0].scale, gate[2])
-    absent = bias is None, gate is None, gate is None or gate[2] is None
-    launch = _prepared(ready, ("unit table", columns, absent), _unit_table_kernel, columns, (columns,), ())
+    other = (None, None) if gate is None else (gate[1], gate[0].scale)
+    name = "unit table", columns, gate is None, bias is None
+    launch = _prepared(ready, name, _unit_table_kernel, columns, (columns,), ())
     launch((norms, scale, bias, *other, table))
     return table
 
@@ -183,12 +181,16 @@ def gradient_units(
 
 
 def row_table(
-    x: Scaled, norms: torch.Tensor, gated: bool, factor: float, ready: dict[Any, Any] | None = None
+    x: Scaled, norms: torch.Tensor, gated: bool, biased: bool, factor: float, ready: dict[Any, Any] | None = None
 ) -> torch.Tensor:
-    """The table of the hidden's rows, which are at most ``factor`` times those of x ``[M, K]``, with these norms."""
-    rows = norms.shape[0]
+    """The table of the hidden's rows, which are at most ``factor`` times those of x ``[M, K]``, with these norms.
+
+    Only without a gate it may be ``biased``: 1 is added to the norms.
+    """
+    rows, addend = norms.shape[0], float(biased)
     table = norms.new_empty(3, rows)
-    launch = _prepared(ready, ("row table", rows, gated, factor), _row_table_kernel, rows, (), (rows, factor))
+    name = "row table", rows, gated, addend, factor
+    launch = _prepared(ready, name, _row_table_kernel, rows, (), (rows, addend, factor))
     launch((x.scale, norms, norms if gated else None, table))
     return table
 

@@ -20,7 +20,7 @@ import torch
 from .device import tl, triton
 from .hopper import Scaled
 from .launching import Launch, ceil_div, layout_of, prepared, vector_unit
-from .tiles import assume_multiple, load_tile, load_vector, store_tile
+from .tiles import assume_multiple, inverse, load_tile, load_vector, store_tile
 
 E4M3 = torch.float8_e4m3fn
 LARGEST = 448.0
@@ -73,7 +73,7 @@ def scales_of(largest):
     bits = ratio.to(tl.int32, bitcast=True)
     scale = ((bits + 0x7FFFFF) & 0x7F800000).to(tl.float32, bitcast=True)
     scale = tl.where(bits < 0x7F800000, scale, ratio)
-    return scale, tl.div_rn(tl.zeros_like(scale) + 1.0, scale)
+    return scale, inverse(scale)
 
 
 @triton.jit
@@ -235,7 +235,7 @@ def _transpose_kernel(
         if x_ptr.dtype.element_ty == tl.int8:
             x = x.to(tl.float8e4nv, bitcast=True)
         else:
-            factors = tl.div_rn(tl.zeros_like(factors) + 1.0, factors)
+            factors = inverse(factors)
         x = _quantised(x, factors[:, None])
     store_tile(values_ptr, tl.trans(x), cols, rows, stride_values, 1, K, M)
 

@@ -166,3 +166,9 @@ def assume_aligned(strides, TRANSPOSED: tl.constexpr, UNIT: tl.constexpr):
         return assume_multiple(stride_z, UNIT), stride_row, assume_multiple(stride_col, UNIT)
     else:
         return assume_multiple(stride_z, UNIT), assume_multiple(stride_row, UNIT), stride_col
+
+
+@triton.jit
+def inverse(x):
+    """1 / x, rounded once; the inverse of a power of two is exact."""
+    return tl.div_rn(tl.zeros_like(x) + 1.0, x)

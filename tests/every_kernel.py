@@ -40,10 +40,10 @@ def bounded(gated: bool, z: torch.Tensor) -> Iterator[Callable[[], torch.Tensor]
     x, w = in_8_bits(4096, 1024), in_8_bits(2048, 1024)
     words = [Scaled(each.values, each.scale.view(torch.int32)) for each in (x, w)]
     more = (words[1], None) if gated else (None, None)
-    gate, table = (w, w.scale, None) if gated else None, torch.empty(6, 2048)
-    yield lambda: bounds.unit_table((w, w.scale, None), gate)
+    gate, table = (w, w.scale) if gated else None, torch.empty(6, 2048)
+    yield lambda: bounds.unit_table((w, w.scale), gate, None)
     yield lambda: bounds.gradient_units(w, w.scale, table, gated)
-    yield lambda: bounds.row_table(x, x.scale, gated, 1.0)
+    yield lambda: bounds.row_table(x, x.scale, gated, False, 1.0)
     yield lambda: bounds.gradient_rows(x, x.scale, x.scale if gated else None, 1.0)
     yield lambda: products.scaled_hidden(
         *words, None, *more, True, SILU, EPILOGUE_PIPELINES["scaled_hidden", gated], torch.bfloat16

@@ -180,27 +180,23 @@ class FFNWeights(NamedTuple):
 
 
 def ffn_weights(
-    w_up: Tensor, w_gate: Tensor | None, w_down: Tensor, b_up: Tensor | None, b_gate: Tensor | None, call: Prepared
-) -> FFNWeights:
-    """The weights of an FFN with a scale for each row, any strides."""
-
-    def with_norms(
-        weight: Tensor, bias: Tensor | None, weights: Tensor | None
-    ) -> tuple[Scaled, Tensor, Tensor | None]:  # fmt: skip
-        norms = weight.new_empty(weight.shape[0], dtype=torch.float32)
-        if weights is None:
-            return _quantised_rows(weight, call.ready, norms=norms), norms, packed(bias)
-        weight = weight if weight.stride(1) == 1 else weight.contiguous()
-        return quantise_rows(weight, ready=call.ready, norms=norms, weights=weights), norms, packed(bias)
+    w_up: Tensor, w_gate: Tensor | None, w_down: Tensor, b_up: Tensor | None, call: Prepared
+) -> FFNWeights:  # fmt: skip
+    """The weights of an FFN with a scale for each row, any strides; with w_gate there is no b_up."""
 
     def make() -> FFNWeights:
-        channels = inverses = None
-        if w_gate is not None:
+        channels = gate = None
+        norms = w_up.new_empty(1 if w_gate is None else 2, w_up.shape[0], dtype=torch.float32)
+        if w_gate is None:
+            up = _quantised_rows(w_up, call.ready, norms=norms[0]), norms[0]
+        else:
             channels = column_norms(w_up, w_gate, call.ready).clamp_(*CHANNELS)
             inverses = channels.reciprocal()
-        up = with_norms(w_up, b_up, inverses)
-        gate = None if w_gate is None else with_norms(w_gate, b_gate, inverses)
-        units = unit_table(up, gate, call.ready)
+            up, gate = (
+                (quantised(weight, call.ready, of_rows, inverses), of_rows)
+                for weight, of_rows in zip((w_up, w_gate), norms, strict=True)
+            )
+        units = unit_table(up, gate, packed(b_up), call.ready)
         words = units.view(torch.int32)
         return FFNWeights(
             up=Scaled(up[0].values, words[0]),
@@ -210,9 +206,8 @@ def ffn_weights(
             channels=channels,
         )
 
-    given = w_up, w_down, w_gate, b_up, b_gate
-    present = [each for each in given if each is not None]
-    return _from_weights(("ffn", *[each is None for each in given]), present, call, make)
+    present = [each for each in (w_up, w_down, w_gate, b_up) if each is not None]
+    return _from_weights(("ffn", w_gate is None), present, call, make)
 
 
 class FFNTransposes(NamedTuple):

@@ -140,7 +140,6 @@ class Float8LoRAProblem(Float8Problem, LoRAProblem):  # type: ignore[misc]
     down_gradient_in_8_bits: ClassVar[bool] = False
     # Adapters read the hidden and the gradients of the pre-activations in 16 bits.
     bounded: ClassVar[bool] = False
-    gradients_bounded: ClassVar[bool] = False
 
     __hash__ = Call.__hash__
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -9,6 +11,7 @@ import torch
 
 from fusedlayers import reference
 from fusedlayers.closeness.noise import OF_LAYER, OF_WEIGHT_GRADIENT, sqnr
+from fusedlayers.functional import float8
 from tests.functional.test_float8 import RECIPES, M, O, ffn, gradients, in_float64, made, operands
 
 __all__ = ["made"]
@@ -69,3 +72,25 @@ def test_channels_that_weights_hardly_read(gated: bool) -> None:
     found, expected = gradients(y, given, dy), gradients(truth, exact, dy)
     for name in given.keys() - {"x"}:
         assert sqnr(found[name], expected[name]) >= OF_WEIGHT_GRADIENT, name
+
+
+@pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
+def test_gated_layers_with_biases_quantise_the_hidden_by_maxima(bias: bool, made: Any) -> None:
+    """Rows are those of three weights and x, and then of the hidden."""
+    ffn(operands(True, bias=bias))
+    assert made["rows"] == 4 + bias
+
+
+def test_copies_of_two_parts_of_one_weight_are_freed_at_a_step() -> None:
+    """Without waiting for the collector of cycles."""
+    given, dy = operands(True), torch.randn(M, O)
+    merged = torch.cat((given["w_gate"], given["w_up"])).detach().requires_grad_()
+    gate, up = merged.unflatten(0, (2, -1)).unbind(0)
+    torch.autograd.grad(ffn(given | {"w_up": up, "w_gate": gate}), [given["x"], merged], dy.to(torch.bfloat16))
+    copies = [weakref.ref(made.down.values) for made, _ in float8._kept[id(merged)].made.values()]
+    assert [each() is None for each in copies] == [False] * 2
+    gc.disable()
+    torch.optim.SGD([torch.zeros(1, requires_grad=True)]).step()
+    freed = [each() is None for each in copies]
+    gc.enable()
+    assert all(freed)

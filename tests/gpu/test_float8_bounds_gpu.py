@@ -36,7 +36,7 @@ def assert_rounded_alike(found: Tensor, expected: Tensor) -> None:
 @pytest.mark.parametrize("dropout_p", [0.0, 0.2])
 def test_values_of_the_model(size: tuple[int, int, int], gated: bool, dropout_p: float) -> None:
     """Of 0, 1 and -1, whose sums the tensor core does not round."""
-    shapes = {name: each.shape for name, each in operands(size, gated).items()} | {"dy": size[:2]}
+    shapes = {name: each.shape for name, each in operands(size, gated, not gated).items()} | {"dy": size[:2]}
     given = {
         name: torch.randint(-1, 2, shape, device=DEVICE).to(BFLOAT16) for name, shape in shapes.items()
     }  # fmt: skip
@@ -47,15 +47,15 @@ def test_values_of_the_model(size: tuple[int, int, int], gated: bool, dropout_p:
 
     def weight(name: str) -> Any:
         norms = torch.empty(size[2], device=DEVICE)
-        return quantise_rows(given[f"w_{name}"], norms=norms), norms, given[f"b_{name}"]
+        return quantise_rows(given[f"w_{name}"], norms=norms), norms
 
-    up, gate = weight("up"), weight("gate") if gated else None
-    units = twins.unit_table(up, gate)
-    rows = twins.row_table(x, x_norms + 1, gated, 1 / (1 - dropout_p))
+    up, gate, bias = weight("up"), weight("gate") if gated else None, given.get("b_up")
+    units = twins.unit_table(up, gate, bias)
+    rows = twins.row_table(x, x_norms, gated, not gated, 1 / (1 - dropout_p))
     words = units.view(torch.int32)
     left, right = Scaled(x.values, rows[0].view(torch.int32)), Scaled(up[0].values, words[0])
-    other, b_gate = (Scaled(gate[0].values, words[1]), gate[2]) if gate is not None else (None, None)
-    arguments = (left, right, given["b_up"], other, b_gate, True, how)
+    other = None if gate is None else Scaled(gate[0].values, words[1])
+    arguments = (left, right, bias, other, None, True, how)
     found = kernels.scaled_hidden(*arguments, EPILOGUE_PIPELINES["scaled_hidden", gated], BFLOAT16, dropout)
     expected = twins.scaled_hidden(*arguments, None, BFLOAT16, dropout)
     assert_rounded_alike(found[0], expected[0])

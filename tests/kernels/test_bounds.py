@@ -24,12 +24,11 @@ def powers(size: int) -> Tensor:
     return torch.randint(-5, 6, (size,), device=DEVICE).float().exp2()
 
 
-def operand(size: int, bias: bool) -> tuple[Scaled, Tensor, Tensor | None]:
-    """Of ``size`` rows: 8-bit values, which tables do not read, with scales; norms, one of them 0; and a bias."""
+def operand(size: int) -> tuple[Scaled, Tensor]:
+    """Of ``size`` rows: 8-bit values, which tables do not read, with scales; and norms, one of them 0."""
     norms = torch.rand(size, device=DEVICE)
     norms[0] = 0
-    given = torch.randn(size, device=DEVICE).half() if bias else None
-    return Scaled(torch.zeros(size, 16, device=DEVICE), powers(size)), norms, given
+    return Scaled(torch.zeros(size, 16, device=DEVICE), powers(size)), norms
 
 
 def bits(table: Tensor) -> Tensor:
@@ -38,18 +37,18 @@ def bits(table: Tensor) -> Tensor:
 
 @needs_kernels
 @pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("gate", [None, False, True], ids=["plain", "gated", "bias"])
-def test_units(size: int, gate: bool | None) -> None:
-    up, other = operand(size, bias=gate is not False), None if gate is None else operand(size, bias=gate)
-    found, expected = bounds.unit_table(up, other), twins.unit_table(up, other)
-    rows = (0, 2, 4, 5) if gate is None else range(6)
+@pytest.mark.parametrize(("gated", "biased"), [(False, False), (False, True), (True, False)], ids=["", "bias", "gated"])
+def test_units(size: int, gated: bool, biased: bool) -> None:
+    up, other = operand(size), operand(size) if gated else None
+    bias = torch.randn(size, device=DEVICE).half() if biased else None
+    found, expected = bounds.unit_table(up, other, bias), twins.unit_table(up, other, bias)
+    rows = range(6) if gated else (0, 2, 4, 5)
     for row in rows:
         assert torch.equal(bits(found)[row], bits(expected)[row])
-    norms = up[1] if up[2] is None else up[1] + up[2].abs()
+    norms = up[1] if bias is None else up[1] + bias.abs()
     assert (found[2] >= norms).all(), "a bound is not rounded down"
     assert (found[2] <= norms.clamp(min=2.0**-40) * (1 + 2.0**-7)).all()
-    down, norms, _ = operand(size, bias=False)
-    gated = other is not None
+    down, norms = operand(size)
     found, expected = (
         each.gradient_units(down, norms, expected, gated) for each in (bounds, twins)
     )  # fmt: skip
@@ -58,13 +57,13 @@ def test_units(size: int, gate: bool | None) -> None:
 
 @needs_kernels
 @pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
-def test_rows(size: int, gated: bool) -> None:
-    x, norms, _ = operand(size, bias=False)
+@pytest.mark.parametrize(("gated", "biased"), [(False, False), (False, True), (True, False)], ids=["", "bias", "gated"])
+def test_rows(size: int, gated: bool, biased: bool) -> None:
+    x, norms = operand(size)
     norms *= 1000
-    found, expected = (each.row_table(x, norms, gated, 1 / 0.9) for each in (bounds, twins))
+    found, expected = (each.row_table(x, norms, gated, biased, 1 / 0.9) for each in (bounds, twins))
     assert torch.equal(bits(found), bits(expected))
-    bound = norms * (norms if gated else 1) / 0.9
+    bound = (norms + biased) * (norms if gated else 1) / 0.9
     assert (found[1] * 448 >= bound).all()
     assert (found[1] * 224 <= bound.clamp(min=2.0**-92)).all()
     found, expected = (each.gradient_rows(x, norms, norms if gated else None, 1.13) for each in (bounds, twins))
@@ -75,7 +74,7 @@ def test_rows(size: int, gated: bool) -> None:
 def test_bounds_that_no_float_holds() -> None:
     x = Scaled(torch.zeros(3, 16, device=DEVICE), torch.ones(3, device=DEVICE))
     norms = torch.tensor([1e30, math.inf, math.nan], device=DEVICE)
-    scales = bounds.row_table(x, norms, True, 1.0)[1]
+    scales = bounds.row_table(x, norms, True, False, 1.0)[1]
     # 448 of these reach beyond float32. Rows that are not finite are NaN already, whatever they are divided by.
     assert scales[0] == 2.0**120
 
@@ -102,7 +101,7 @@ def test_noise_of_a_hidden_that_is_bounded(columns: int, least: float, gated: bo
         quantised.append(twins.quantise_rows(each, norms=norms[-1]))
     of_x, up, *gate = quantised
     hidden, _, _ = reference.scaled_hidden(of_x, up, None, gate[0] if gate else None, activation="silu")
-    table = twins.row_table(of_x, norms[0], gated, 1.0)
+    table = twins.row_table(of_x, norms[0], gated, False, 1.0)
     factors = torch.stack([reference.unit_norms(each) for each in weights]).prod(0)
     values = twins.rounded(hidden, table[2], 1 / factors).float()
     by_maxima = sqnr(reference.dequantised(reference.quantised_rows(hidden)), hidden)

@@ -228,9 +228,9 @@ for columns in (1024, 4096, 8192, 14336, 28672):
                 transposed_pair(Scaled(values, norms), values if two else x, norms)
                 column_sums(values, COLUMN_SUM_TILES, scales=norms)
                 operand = Scaled(values, units[0])
-                bounds.unit_table((operand, units[0], None), (operand, units[0], x[0]) if two else None)
+                bounds.unit_table((operand, units[0]), (operand, units[0]) if two else None, None if two else x[0])
                 bounds.gradient_units(operand, units[0], units, two)
-                bounds.row_table(Scaled(values, norms), norms, two, 1.0)
+                bounds.row_table(Scaled(values, norms), norms, two, not two, 1.0)
                 bounds.gradient_rows(Scaled(values, norms), norms, norms if two else None, 1.0)
         for report in reports:
             print(json.dumps(report | {"dtype": "bfloat16", "width": columns, "gated": two}), flush=True)

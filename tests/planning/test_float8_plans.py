@@ -135,6 +135,10 @@ def test_what_the_epilogues_write_in_8_bits() -> None:
         ({"K": 8208, "N": 8192, "O": 8192}, (True, True)),
         ({"activation": "relu2"}, (False, False)),
         ({"activation": "sigmoid"}, (False, False)),
+        ({"activation": "tanh"}, (True, True)),
+        ({"activation": "tanh", "gated": True}, (False, False)),
+        ({"biased": True}, (True, True)),
+        ({"biased": True, "gated": True}, (False, False)),
     ):
         problem = ffn(**TRAINED, **wide | facts)
         assert (problem.bounded, problem.gradients_bounded) == expected

@@ -73,9 +73,9 @@ def halves(words: Tensor) -> tuple[Tensor, Tensor]:
     return (words & -65536).view(torch.float32), (words << 16).view(torch.float32)
 
 
-def unit_table(up: Any, gate: Any, ready: Any = None) -> Tensor:
+def unit_table(up: Any, gate: Any, bias: Tensor | None, ready: Any = None) -> Tensor:
     """As the launcher of that name."""
-    norms = [reference.unit_norms(each[1][:, None], each[2]) for each in (up, gate) if each is not None]
+    norms = [reference.unit_norms(each[1][:, None], bias) for each in (up, gate) if each is not None]
     other = norms[-1] if len(norms) == 2 else torch.ones_like(norms[0])
     words = [word(each[0].scale, 1 / norm) for each, norm in zip((up, gate), norms, strict=False)]
     return torch.stack((words[0], words[-1], norms[0], other, word(1 / norms[0], 1 / other), norms[0] * other))
@@ -92,9 +92,9 @@ def _row_scales(norms: Tensor, other: Tensor | None, factor: float) -> Tensor:
     return reference.scales_of(norms * factor * (1 if other is None else other)).clamp(max=2.0**120)
 
 
-def row_table(x: Scaled, norms: Tensor, gated: bool, factor: float, ready: Any = None) -> Tensor:
+def row_table(x: Scaled, norms: Tensor, gated: bool, biased: bool, factor: float, ready: Any = None) -> Tensor:
     """As the launcher of that name."""
-    scales = _row_scales(norms, norms if gated else None, factor)
+    scales = _row_scales(norms + biased, norms if gated else None, factor)
     return torch.stack((word(x.scale, 1 / scales), scales, 1 / scales))
 
 

@@ -53,12 +53,10 @@ def forward(call: Prepared, operands: Tensors, keep: bool, adapted: Adapted | No
     units: Any = None
     hidden_rows: Any = None
     if problem.bounded:
-        up, gate, down, units, channels = ffn_weights(w_up, w_gate, w_down, b_up, b_gate, call)
+        up, gate, down, units, channels = ffn_weights(w_up, w_gate, w_down, b_up, call)
         x_norms = x.new_empty(problem.M, dtype=torch.float32)
         x_values = quantised(rows(x), ready, x_norms, channels)
-        if b_up is not None or b_gate is not None:
-            x_norms += 1
-        hidden_rows = row_table(x_values, x_norms, w_gate is not None, scale, ready)
+        hidden_rows = row_table(x_values, x_norms, w_gate is not None, b_up is not None, scale, ready)
         left = Scaled(x_values.values, hidden_rows[0].view(torch.int32))
     else:
         up, down = quantised_weight(w_up, call), quantised_weight(w_down, call)
@@ -180,14 +178,14 @@ def gradients(
         terms.of_hidden(hidden)
     # Free the hidden before the other products allocate.
     hidden = None
-    if transposes is not None and (db_up or db_gate):
+    if db_up and transposes is not None:
+        # What is bounded has no gate if it has a bias.
         sums = column_sums(dz, COLUMN_SUM_TILES, ready, gradient_scales)
-        sums, factors = sums.view_as(transposes.factors), transposes.factors
-        results[3] = (sums[0] * factors[0]).to(x.dtype) if db_up else None
-        results[6] = (sums[-1] * factors[-1]).to(x.dtype) if db_gate else None
-    elif transposes is None:
-        results[3] = column_sums(dz, COLUMN_SUM_TILES, ready) if db_up else None
-        results[6] = column_sums(dz_gate, COLUMN_SUM_TILES, ready) if db_gate else None
+        results[3] = (sums * transposes.factors[0]).to(x.dtype)
+    elif db_up:
+        results[3] = column_sums(dz, COLUMN_SUM_TILES, ready)
+    if db_gate:
+        results[6] = column_sums(dz_gate, COLUMN_SUM_TILES, ready)
     in_8_bits = kept.x_scale is not None and (dw_up or dw_gate)
     if not in_8_bits:
         results[1] = weight_gradient(dz, x) if dw_up else None
