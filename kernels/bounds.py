@@ -11,7 +11,7 @@ that of a unit is multiplied into the weights of the next product before they ar
 With a gate, a hidden is bounded by two such products, so they should be close: there are no biases then, and norms are
 weighted. Any positive numbers d_k may be divided out of the columns of the weights and multiplied into those of x:
 ``|x_i · w_j| <= ‖x_i d‖ ‖w_j / d‖``. With the norms of the weights' columns for d, a channel of x counts as much as the
-weights read it, however large it is.
+weights read it, however large it is. They are cut to powers of two.
 
 A bound is larger than the maximum, for random directions by about ``√K / 4``, and in a gated hidden by the square of
 that. e4m3 has the same precision over 15 binary orders of magnitude, so this costs next to nothing up to 8192 columns.
@@ -40,7 +40,8 @@ from .tiles import inverse, load_vector
 # At least the largest slope of any activation that is bounded.
 MOST_SLOPE = 1.13
 # The range of the numbers of channels.
-CHANNELS = 2.0**-40, 2.0**40
+_CHANNELS = 2.0**-40, 2.0**40
+_EXPONENT_BITS = 0x7F800000
 # Norms of units are limited to this range, so that no product with them leaves that of float32.
 _LEAST, _MOST = tl.constexpr(2.0**-40), tl.constexpr(2.0**40)
 _LARGEST = tl.constexpr(3.4e38)
@@ -142,6 +143,15 @@ def _gradient_rows_kernel(scale_ptr, norms_ptr, other_ptr, table_ptr, M, factor,
     scale = _bounding_scales(norms_ptr, other_ptr, 0.0, factor, rows, M)
     tl.store(table_ptr + rows, load_vector(scale_ptr, rows, 1, M) * inverse(scale), mask=rows < M)
     tl.store(table_ptr + M + rows, scale, mask=rows < M)
+
+
+def channel_numbers(norms: torch.Tensor) -> torch.Tensor:
+    """The numbers of channels, of the norms ``[K]`` of the weights' columns, in place.
+
+    They are powers of two: nothing that they multiply is rounded.
+    """
+    norms.view(torch.int32).bitwise_and_(_EXPONENT_BITS)
+    return norms.clamp_(*_CHANNELS)
 
 
 def unit_table(

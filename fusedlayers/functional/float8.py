@@ -21,7 +21,7 @@ from torch.compiler import is_dynamo_compiling
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ..kernels import gemm_epilogue as kernels
-from ..kernels.bounds import CHANNELS, gradient_units, unit_table
+from ..kernels.bounds import channel_numbers, gradient_units, unit_table
 from ..kernels.float8 import column_norms, quantise_rows, quantise_transposed, transposed_pair
 from ..kernels.hopper import Scaled
 from ..kernels.torch_internals import is_capturing
@@ -190,7 +190,7 @@ def ffn_weights(
         if w_gate is None:
             up = _quantised_rows(w_up, call.ready, norms=norms[0]), norms[0]
         else:
-            channels = column_norms(w_up, w_gate, call.ready).clamp_(*CHANNELS)
+            channels = channel_numbers(column_norms(w_up, w_gate, call.ready))
             inverses = channels.reciprocal()
             up, gate = (
                 (quantised(weight, call.ready, of_rows, inverses), of_rows)

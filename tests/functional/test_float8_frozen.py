@@ -74,6 +74,22 @@ def test_channels_that_weights_hardly_read(gated: bool) -> None:
         assert sqnr(found[name], expected[name]) >= OF_WEIGHT_GRADIENT, name
 
 
+@pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
+def test_powers_of_two_are_exact(gated: bool, made: Any) -> None:
+    """No scale, norm or number of a channel rounds them."""
+    names = ("w_up", "w_down", "w_gate")[: 2 + gated]
+    permutations = {name: torch.eye(O)[torch.randperm(O)] * torch.randint(1, 3, (O,)) for name in names}
+    given = {name: each.bfloat16().requires_grad_() for name, each in permutations.items()}
+    x, dy = (torch.randint(-1, 2, (M, O)) * torch.randint(1, 3, (M, O)).bfloat16() for _ in range(2))
+    given["x"] = x.requires_grad_()
+    exact = in_float64(given)
+    y, truth = ffn(given, activation="identity"), reference.ffn(**exact, activation="identity")
+    assert made["products"]
+    assert torch.equal(y.double(), truth)
+    found, expected = gradients(y, given, dy), gradients(truth, exact, dy)
+    assert [name for name, each in expected.items() if not torch.equal(found[name].double(), each)] == []
+
+
 @pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
 def test_gated_layers_with_biases_quantise_the_hidden_by_maxima(bias: bool, made: Any) -> None:
     """Rows are those of three weights and x, and then of the hidden."""
