@@ -23,9 +23,8 @@ from tests.models import family_table, step_table
 from train_examples import end_to_end, precision_losses
 from train_examples.tables import table
 
-from . import drawn, float8, host_tables, layer_tables, step_tables
+from . import drawn, float8, host_tables, layer_tables, lengths, step_tables
 from .endings import over_torch
-from .step_models import FP8, NORM
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -68,12 +67,14 @@ PLACES = {
     "narrow": Place("narrow"),
     "loss head": Place("loss_head"),
     "loss head, many tokens": Place("loss_head", "-many-tokens"),
+    "loss head, growing": Place("loss_head", "-tokens"),
     "loss head, other libraries": Place("loss_head", "-others"),
     "experts": Place("experts"),
     "adapters": Place("lora"),
     "autotune": Place("autotune"),
     "random sizes": Place("drawn", r"(?:-\w+)?", drawn.markdown),
     "recompute": Place("recompute"),
+    "lengths": Place("lengths", markdown=lengths.markdown),
     "fp8": Place("float8", markdown=float8.markdown),
     "fp8, whole steps": Place("steps", "-fp8", step_tables.markdown),
 }
@@ -128,21 +129,6 @@ def _training_steps() -> str:
     return f"{table(shown.columns, shown.rows)}\n\n{conditions}"
 
 
-def _fp8_steps() -> str:
-    """What compiled steps in 8 bits gain, in a sentence: of each model the newest time."""
-    gains: dict[str, str] = {}
-    for found in sorted(map(_read, PLACES["fp8, whole steps"].paths()), key=lambda record: record["started"]):
-        card = found["device"]["name"].removeprefix("NVIDIA ").split()[0]
-        for row in tables.timed_rows(found):
-            times = [tables.median(row, name, "launched") for name in (NORM, FP8)]
-            if row["direction"] == "compile" and times[0] and times[1] and times[1] < 0.98 * times[0]:
-                gains[row["title"]] = f"{times[0] * 1e3:.1f} to {times[1] * 1e3:.1f} ms ({row['title']}; {card})"
-    return (
-        f'`fl.replace(model, precision="fp8")` shortens the compiled steps of wide models, in runs of their own: from '
-        f"{' and from '.join(gains.values())}. [What it costs](docs/fp8.md)."
-    )
-
-
 def _expectations() -> str:
     """What a user may expect of single layers, and of a narrow model."""
     lines = []
@@ -181,7 +167,6 @@ def draw(path: Path) -> None:
 
 TABLES: dict[str, Callable[[], str]] = {
     "training steps": _training_steps,
-    "steps in fp8": _fp8_steps,
     "what to expect": _expectations,
     "whole runs": _whole_runs,
     "fp8, loss curves": _loss_curves,
