@@ -256,13 +256,15 @@ def _with_liger(model: nn.Module, options: dict[str, bool]) -> Variant:
     """Liger-Kernel's layers in this model. What it changes in the library holds for this model alone."""
     liger = importlib.import_module("liger_kernel.transformers")
     known = importlib.import_module("liger_kernel.transformers.monkey_patch").MODEL_TYPE_TO_APPLY_LIGER_FN
-    if model.config.model_type not in known:  # type: ignore[union-attr]
+    # Adapters of peft are around the model.
+    inner: Any = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
+    if inner.config.model_type not in known:
         return Variant(None, "Liger-Kernel has no layers for it")
-    library = sys.modules[type(model).__module__]
+    library = sys.modules[type(inner).__module__]
     before = dict(vars(library))
     reason = ""
     try:
-        liger._apply_liger_kernel_to_instance(model=model, **options)
+        liger._apply_liger_kernel_to_instance(model=inner, **options)
     except Exception as error:
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
     changed = {name: value for name, value in vars(library).items() if name in before and before[name] is not value}

@@ -108,9 +108,9 @@ def markdown(record: Record) -> str:
     return (
         f"{conditions(record, rows)}: models of Hugging Face's with random weights and without dropout, a fused "
         "AdamW included; medians and half the distance of the quartiles, all contenders of a model interleaved, all "
-        "with the same attention without a mask. In parentheses the time over torch's in the same mode, the median of "
-        "all rounds; `*`: the host sets the pace. The most in memory counts weights, the optimizer's state and, where "
-        "graphs are recorded, what they hold.\n\n" + table(record).markdown()
+        "with the same attention without a mask. In parentheses the time over torch's in the same mode; `*`: the host "
+        "sets the pace. The most in memory counts weights, the optimizer's state and, where graphs are recorded, what "
+        "they hold.\n\n" + table(record).markdown()
     )
 
 
@@ -187,12 +187,12 @@ def _bold_fastest(cells: Sequence[Cell]) -> list[str]:
 
 
 def _time_and_peak(row: Record, name: str) -> str:
-    seconds, over = median(row, name, "launched"), over_torch(row, name)
+    seconds, theirs = median(row, name, "launched"), median(row, TORCH, "launched")
     if seconds is None:
         return _untimed(row, name)
     entry = row["contenders"][name]
     half = (entry["launched"]["third_quartile"] - entry["launched"]["first_quartile"]) / 2
-    ratio = "" if over is None or name == TORCH else f" ({over:.2f})"
+    ratio = "" if theirs is None or name == TORCH else f" ({seconds / theirs:.2f})"
     mark = "*" if entry["host_bound"] else ""
     return f"{seconds * 1e3:.1f} ± {half * 1e3:.1f}{mark}{ratio} / {_mebibytes(peak(row, name))}"
 

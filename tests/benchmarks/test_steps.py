@@ -212,10 +212,10 @@ def test_a_contender_that_fails_is_named_and_the_others_are_timed(
     assert found["rows"][0]["contenders"][TORCH]["status"] == "timed"
 
 
-def test_liger_changes_the_library_for_its_own_model_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = STEP_MODELS["llama-256"].small()
-    plain = model.build(CPU, torch.float32)
-    library = sys.modules[type(plain).__module__]
+@pytest.mark.parametrize("name", ["llama-256", "llama-2048-lora"])
+def test_liger_changes_the_library_for_its_own_model_alone(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = STEP_MODELS[name].small().build(CPU, torch.float32)
+    library = sys.modules["transformers.models.llama.modeling_llama"]
     rotary = library.apply_rotary_pos_emb
     seen: list[nn.Module] = []
 
@@ -237,8 +237,8 @@ def test_liger_changes_the_library_for_its_own_model_alone(monkeypatch: pytest.M
     monkeypatch.setitem(sys.modules, "liger_kernel", types.ModuleType("liger_kernel"))
     monkeypatch.setitem(sys.modules, "liger_kernel.transformers", fake)
     variant = step_models.variants(plain, (TORCH, LIGER))[LIGER]
-    assert seen == [variant.model]
-    assert seen[0] is not plain
+    assert [type(each).__name__ for each in seen] == ["LlamaForCausalLM"]
+    assert seen[0] in set(variant.model.modules()) - set(plain.modules())
     assert next(seen[0].parameters()) is next(plain.parameters())
     assert library.apply_rotary_pos_emb is rotary
     with variant.around():
