@@ -252,3 +252,46 @@ def test_an_option_of_a_norms_class_is_noticed() -> None:
     for norm in (model[0], own):
         norm.eps = 1.0
     torch.testing.assert_close(model(x), own(x))
+
+
+class LongMethod(nn.Module):
+    """A chain of layers, each with its input added, and behind it an FFN in the same method."""
+
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(layers))
+        self.gate, self.up, self.down = nn.Linear(8, 12), nn.Linear(8, 12), nn.Linear(12, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + torch.relu(layer(x))
+        return x + self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+@pytest.mark.parametrize("layers", [*range(0, 12, 3), 40, 100])
+def test_an_ffn_behind_a_long_chain_in_one_method(layers: int) -> None:
+    """The chain's formula doubles with every layer if it is written out."""
+    model, x = LongMethod(layers), torch.randn(3, 8)
+    y = model(x)
+    assert len(fl.replace(model).replaced) == 1
+    assert torch.allclose(model(x), y, atol=1e-5)
+
+
+def test_a_long_sequence_of_layers() -> None:
+    """No deeper recursion than in a short one."""
+    model = nn.Sequential(*(layer for _ in range(300) for layer in (nn.Linear(4, 4), nn.ReLU())))
+    assert len(fl.replace(model).replaced) == 150
+
+
+def test_a_message_does_not_write_out_a_long_chain() -> None:
+    class Wrong(LongMethod):
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in self.layers:
+                x = x + torch.relu(layer(x))
+            return self.down(torch.tanh(self.gate(x)) * self.up(x) * self.up(x))
+
+    for layers, said in ((6, "…"), (30, "up(something)")):
+        with pytest.warns(UserWarning, match="nothing was replaced"):
+            [skipped] = fl.replace(Wrong(layers), dry_run=True).skipped
+        assert said in skipped.reason
+        assert len(skipped.reason) < 2000

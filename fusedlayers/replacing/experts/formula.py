@@ -18,7 +18,7 @@ from ...modules import why_not_plain_tensor, why_not_read_past
 from ..activations import torch_module_activation
 from ..conditions import Conditions
 from ..reading.formulas import OtherFormula, text
-from ..reading.polynomials import Polynomial, activation_giving, atom, number
+from ..reading.polynomials import Polynomial, activation_giving, atom, linear_result, number
 from ..reading.values import NotUnderstood
 from .loop import ExpertsReader, limited
 
@@ -187,7 +187,7 @@ def _read(module: Any, names: tuple[tuple[str, str], ...]) -> ExpertsFFN:
 def _matching(module: Any, up: str, hidden: Polynomial, options: dict[str, Any]) -> tuple[dict[str, Any], Polynomial]:
     """The arguments of ``functional.moe_ffn`` that give this hidden, activation first, and the activation's input."""
     x = atom("input", "x")
-    both = atom("linear", up, x)
+    both = linear_result(up, x)
     limits = [float(value) for value in options.values() if type(value) in (int, float) and 0 < value < float("inf")]
     for layout, halves in _LAYOUTS.items() if module.has_gate else (("separate", None),):
         gate, rest = (both, number(1.0)) if halves is None else (atom("half", both.single, half) for half in halves)

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..reading.polynomials import Polynomial, atom
+from ..reading.polynomials import Polynomial, atom, linear_result
 from ..reading.reader import Reader
 from ..reading.state import Frame, LinearCall
 from ..reading.values import Dtype, Formula, Known, Method, NotUnderstood, Stage
@@ -264,7 +264,7 @@ class ExpertsReader(Reader):
         inputs, outputs = sizes if transposed else sizes[::-1]
         if x.width != inputs:
             raise NotUnderstood(f"multiplies {x.width} columns by {weight.path}")
-        output = atom("linear", weight.path, x.value)
+        output = linear_result(weight.path, x.value)
         self.linears.append(LinearCall(weight.path, x.value, output, 0))
         return dataclasses.replace(x, value=output, width=outputs, borrowed=False)
 

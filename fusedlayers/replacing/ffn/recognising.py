@@ -21,7 +21,7 @@ from ...modules.children import base_linear
 from ..activations import torch_module_activation
 from ..conditions import Conditions, attribute, without
 from ..reading.formulas import FFN, OtherFormula, ffn_before, ffn_of
-from ..reading.polynomials import linears_in
+from ..reading.polynomials import as_input, linears_in
 from ..reading.reader import Reader, functions_of
 from ..reading.rewriting import edited, edits_for, reads_for
 from ..reading.sizes import linears, sizes_of_linear
@@ -233,7 +233,8 @@ def _ffns_in(method: str, reader: Reader, allowed: set[str], reasons: list[str])
             continue
         with _noting(method, reasons):
             ffn = ffn_before(call.path, call.input, reader.lines)
-            into = [each for each in reader.linears if each.path in (ffn.up, ffn.gate) and each.input == ffn.input]
+            calls = [each for each in reader.linears if each.path in (ffn.up, ffn.gate)]
+            into = [each for each in calls if as_input(each.input) == ffn.input]
             if min(each.misses for each in into) != call.misses:
                 raise NotUnderstood(f"does something between {ffn.up} and {ffn.down} that is not understood")
             parts = (ffn.up, ffn.down, ffn.gate, ffn.gate_rows, ffn.activation, ffn.dropout)

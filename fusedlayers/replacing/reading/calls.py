@@ -15,7 +15,7 @@ from ...modules import why_called_otherwise
 from . import operations
 from .activation_modules import known_activation
 from .attributes import Attributes
-from .polynomials import atom, function, linears_in
+from .polynomials import atom, function, linear_result, linears_in
 from .sizes import linears, sizes_of_linear
 from .state import LinearCall
 from .values import ABSENT, Formula, Known, Method, NotUnderstood, Part, Unknown, Weight
@@ -144,7 +144,7 @@ class Calls(Attributes):
             x = Formula(atom("unknown", x.number), sizes[0])
         if not isinstance(x, Formula) or x.width not in (None, sizes[0]):
             raise NotUnderstood(f"calls {part.path} with something else than a tensor of {sizes[0]} columns")
-        output = atom("linear", part.path, x.value)
+        output = linear_result(part.path, x.value)
         self.linears.append(LinearCall(part.path, x.value, output, self._misses, given))
         return dataclasses.replace(x, value=output, width=sizes[1], wide=False, borrowed=False)
 

@@ -11,6 +11,9 @@ from .operations import normalised
 from .polynomials import Atom, Polynomial, activation_giving, linears_in
 from .values import NotUnderstood
 
+# How deep a formula is written in a message: a long sum of nested ones would have millions of words.
+_MOST_WRITTEN = 4
+
 
 class OtherFormula(NotUnderstood):
     """The method computes something else, as the message says."""
@@ -103,13 +106,15 @@ def _products(value: Polynomial) -> list[Atom]:
     return list(linears_in(value, halves=True))
 
 
-def text(value: Polynomial) -> str:
-    """A polynomial as a reader would write it."""
+def text(value: Polynomial, depth: int = _MOST_WRITTEN) -> str:
+    """A polynomial as a reader would write it, down to this depth."""
+    if not depth:
+        return "…"
     for name, inner in _written(value):
-        return f"{name}({text(inner)})"
+        return f"{name}({text(inner, depth - 1)})"
     terms = []
     for monomial, factor in value.terms.items():
-        factors = [_text_of(found) + (f"^{exponent}" if exponent > 1 else "") for found, exponent in monomial]
+        factors = [_text_of(found, depth) + (f"^{exponent}" if exponent > 1 else "") for found, exponent in monomial]
         terms.append(" * ".join([*([f"{factor:g}"] if factor != 1 or not factors else []), *sorted(factors)]))
     return " + ".join(terms) or "0"
 
@@ -128,15 +133,15 @@ def _written(value: Polynomial) -> Iterator[tuple[str, Polynomial]]:
                 yield from ((operation, each) for each in means if normalised(each, operation, eps) == value)  # type: ignore[arg-type, misc]
 
 
-def _text_of(found: Sequence[object]) -> str:
+def _text_of(found: Sequence[object], depth: int) -> str:
     kind, *parts = found
-    inner = [text(part) for part in parts if isinstance(part, Polynomial)]
+    inner = [text(part, depth - 1) for part in parts if isinstance(part, Polynomial)]
     if kind in ("linear", "dropout"):
         return f"{parts[0]}({inner[0]})"
     if kind == "function":
         return f"{parts[0]}({inner[0]})"
     if kind == "half":
-        return f"{_text_of(parts[0])}[{parts[1]}]"  # type: ignore[arg-type]
+        return f"{_text_of(parts[0], depth)}[{parts[1]}]"  # type: ignore[arg-type]
     if kind == "power":
         return f"({inner[0]})^{parts[1]:g}"
     if kind == "mean":

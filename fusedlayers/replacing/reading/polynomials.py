@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable, Iterable
+from functools import lru_cache
+from typing import TypeGuard
 
 from ...kernels.activations import ACTIVATIONS, LEAKY_SLOPE
 
@@ -22,6 +24,8 @@ _ONE: Monomial = frozenset()
 _DIGITS = 8
 # No formula of a layer has this many terms; a power of a sum could.
 MOST_TERMS = 64
+# Of an input of a linear that is deeper, what a long method has computed before, no formula needs to be known.
+MOST_DEPTH = 16
 
 
 class TooLarge(Exception):
@@ -31,7 +35,7 @@ class TooLarge(Exception):
 class Polynomial:
     """A sum of products of atoms: hashable and immutable."""
 
-    __slots__ = ("_compared", "_hash", "terms")
+    __slots__ = ("_compared", "_hash", "depth", "terms")
 
     def __init__(self, terms: dict[Monomial, float]) -> None:
         self.terms = {monomial: value for monomial, value in terms.items() if value != 0}
@@ -39,6 +43,7 @@ class Polynomial:
             raise TooLarge
         self._compared = {monomial: float(f"{value:.{_DIGITS}g}") for monomial, value in self.terms.items()}
         self._hash = hash(frozenset(self._compared.items()))
+        self.depth = 1 + max((_depth(each) for monomial in self.terms for each, _ in monomial), default=0)
 
     def __hash__(self) -> int:
         return self._hash
@@ -92,6 +97,16 @@ class Polynomial:
         return dict.fromkeys(each for monomial in self.terms for each, _ in monomial)
 
 
+def _depth(found: Iterable[object]) -> int:
+    """Of the deepest polynomial in an atom, or 0."""
+    depths = (part.depth if isinstance(part, Polynomial) else _depth(part) for part in found if _may_nest(part))
+    return max(depths, default=0)
+
+
+def _may_nest(part: object) -> TypeGuard[Polynomial | tuple[object, ...]]:
+    return isinstance(part, (Polynomial, tuple))
+
+
 def _product(one: Monomial, two: Monomial) -> Monomial:
     if not one or not two:
         return one or two
@@ -109,6 +124,22 @@ def number(value: float) -> Polynomial:
 def atom(kind: str, *parts: Hashable) -> Polynomial:
     """An atom of this kind."""
     return Polynomial({frozenset({((kind, *parts), 1)}): 1.0})
+
+
+def linear_result(path: Hashable, x: Polynomial) -> Polynomial:
+    """The result of a linear, by its path."""
+    return atom("linear", path, as_input(x))
+
+
+def as_input(x: Polynomial) -> Polynomial:
+    """What the result of a linear knows of its input: an atom instead of a formula that is nested too deeply."""
+    return x if x.depth <= MOST_DEPTH else _unknown(x)
+
+
+@lru_cache(maxsize=1024)
+def _unknown(_: Polynomial) -> Polynomial:
+    """The same atom for equal polynomials."""
+    return atom("unknown", object())
 
 
 def power(base: Polynomial, exponent: float) -> Polynomial:
@@ -195,12 +226,14 @@ def activation_giving(value: Polynomial, argument: Polynomial, factor: Polynomia
 def linears_in(value: Polynomial, *, halves: bool = False) -> dict[Atom, None]:
     """The results of linears in a polynomial and in its functions' arguments; with ``halves`` also halves of them."""
     found: dict[Atom, None] = {}
-    left = [value]
+    left, seen = [value], {value}
     while left:
         for each in left.pop().atoms():
             inner = each[1] if each[0] == "half" else each
             if inner[0] == "linear":  # type: ignore[index]
                 found[each if halves else inner] = None  # type: ignore[index]
             else:
-                left += [part for part in each if isinstance(part, Polynomial)]
+                new = [part for part in each if isinstance(part, Polynomial) and part not in seen]
+                left += new
+                seen.update(new)
     return found
