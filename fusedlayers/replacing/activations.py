@@ -16,7 +16,7 @@ from ..modules import attributes_of, why_called_otherwise
 from .conditions import Conditions
 from .reading import operations
 from .reading.activation_modules import known_activation
-from .reading.polynomials import TooLarge, activation_giving
+from .reading.polynomials import TooLarge, activation_giving, atom
 from .reading.reader import Reader
 from .reading.values import PLAIN, Formula, Known, NotUnderstood
 from .remembering import Remembered
@@ -36,18 +36,33 @@ def torch_module_activation(activation: object) -> str | None:
     return found.name if found is not None and found.stands() else None
 
 
-def functions_read(activation: object) -> list[tuple[Any, str]]:
-    """The user's methods and functions that an activation calls, as pairs (class or module that holds it, name)."""
+def glu_of(module: nn.Module, columns: int) -> tuple[str, str] | None:
+    """The activation of one half of a module's input, by which it multiplies the other half, and which half that is.
+
+    The input has so many ``columns``; the half is "first", "last", "even" or "odd". None: the module is no such GLU.
+    """
+    found = _of_module(module, columns)
+    if found is None or found.name is None or found.gate_rows is None or not found.stands():
+        return None
+    return found.name, found.gate_rows
+
+
+def functions_read(activation: object, columns: int) -> list[tuple[Any, str]]:
+    """The user's methods and functions that an activation calls, or a GLU of so many columns, as pairs (class or module
+    that holds it, name)."""
     found = None if isinstance(activation, str) or known_activation(activation) else _reading_of(activation)
+    if found is not None and found.name is None and isinstance(activation, nn.Module):
+        found = _of_module(activation, columns)
     return [] if found is None else [(owner(), name) for owner, name, _ in found.functions]
 
 
 class _Reading(NamedTuple):
     """The name of an activation, and the functions that were read for it: as weak references, since results are
-    cached."""
+    cached. Of a GLU also which half of its input the activation is applied to."""
 
     name: str | None
     functions: tuple[tuple[weakref.ref[Any], str, weakref.ref[Any]], ...] = ()
+    gate_rows: str | None = None
 
     def stands(self) -> bool:
         """Whether all functions that were read are still in place."""
@@ -62,7 +77,8 @@ def _reading_of(activation: object) -> _Reading | None:
     return None
 
 
-def _of_module(module: nn.Module) -> _Reading | None:
+def _of_module(module: nn.Module, columns: int | None = None) -> _Reading | None:
+    """What was read of an elementwise module, or of a GLU of an input with so many columns."""
     # A module with parameters, buffers or children is more than an elementwise function.
     if module._parameters or module._buffers or module._modules or "forward" in vars(module):
         return None
@@ -75,8 +91,8 @@ def _of_module(module: nn.Module) -> _Reading | None:
     )
     if not all(fixed):
         return None
-    key = (type(module), type(module).forward, *sorted(options.items(), key=str))
-    return _found.get(key, lambda: _named(module))
+    key = (type(module), type(module).forward, columns, *sorted(options.items(), key=str))
+    return _found.get(key, lambda: _named(module, columns))
 
 
 def _options(module: nn.Module) -> dict[str, Any]:
@@ -90,10 +106,10 @@ _OF_MODULES = frozenset((*vars(nn.Module()), "_compiled_call_impl"))
 _found: Remembered[_Reading] = Remembered()
 
 
-def _named(activation: Any) -> _Reading:
-    """The activation of ours that equals this one, evaluated on a symbol."""
+def _named(activation: Any, columns: int | None = None) -> _Reading:
+    """The activation of ours that equals this one, evaluated on a symbol, or that of the halves of so many columns."""
     reader = Reader(activation if isinstance(activation, nn.Module) else nn.Module())
-    x = reader.input(None)
+    x = reader.input(columns)
     try:
         result = _read(activation, reader, x)
         functions = Conditions.of(reader).owned()
@@ -103,7 +119,13 @@ def _named(activation: Any) -> _Reading:
         return _Reading(None)
     if not isinstance(result, Formula) or result.wide or not result.shaped:
         return _Reading(None)
-    return _Reading(activation_giving(result.value, x.value), read)
+    if columns is None:
+        return _Reading(activation_giving(result.value, x.value), read)
+    for gate, up in (("first", "last"), ("last", "first"), ("even", "odd"), ("odd", "even")):
+        name = activation_giving(result.value, *(atom("half", x.value.single, half) for half in (gate, up)))
+        if name is not None:
+            return _Reading(name, read, gate)
+    return _Reading(None)
 
 
 def _read(activation: Any, reader: Reader, x: Formula) -> Any:

@@ -12,6 +12,7 @@ from ...kernels.activations import ACTIVATIONS, canonical_activation
 from ...modules import FFNPieces, FusedFFN, base_linear, linear_weight
 from ...planning import Device
 from ...planning.costs import SAVED_FOR_SLOPE, mask_bytes
+from ..activations import torch_module_activation
 from ..experts.formula import is_experts
 from ..reading.sizes import widths
 from ..report import Changes
@@ -109,7 +110,9 @@ def _facts(pieces: FFNPieces, chooser: Chooser, on: Device | None) -> Facts:
     theirs, ours = problem.kept_by_torch(found.device) // TOKENS, found.plan.saved_bytes // TOKENS
     result = 0
     if problem.training:
-        beyond = _kept_for_slope(pieces.original) - SAVED_FOR_SLOPE.get(pieces.activation, 0)
+        # A GLU is no function of one tensor.
+        activation = pieces.activation if torch_module_activation(pieces.original) is None else pieces.original
+        beyond = _kept_for_slope(activation) - SAVED_FOR_SLOPE.get(pieces.activation, 0)
         theirs += beyond * problem.element_bytes * problem.N
         if pieces.output_dropout_p:
             result = mask_bytes(problem, found.device) * down.shape[0]

@@ -15,6 +15,7 @@ from ...modules import (
     is_plain_now,
     keep,
     kept,
+    linear_weight,
     outside_of_traces,
     say_once,
     traceable,
@@ -60,7 +61,8 @@ class FusedBlock(ReplacedModule):
         if all(each.may_be_kept for each in pieces):
             methods = [(self.fused_from, name) for name in self.fused_methods]
             methods += [(owner, name) for owner, name, _ in self.fused_functions]
-            methods += [each for found_ffn in pieces for each in functions_read(found_ffn.original)]
+            for each in pieces:
+                methods += functions_read(each.original, linear_weight(each.up).shape[0])
             keep(self, BlockGuard(self, found, names, methods, whole=whole))
 
 

@@ -113,12 +113,12 @@ class Chooser:
         return fused_class(mixin, kind, fused_rule=rule, **options)
 
     def is_one_ffn(self, sequential: nn.Module) -> bool:
-        """Whether an ``nn.Sequential`` is an FFN without a run of linear, activation, linear: a GLU may hide it."""
+        """Whether an ``nn.Sequential`` is an FFN without a run of linear, activation, linear: a GLU may hold one."""
         runs = [found for _, _, found in find_runs(list(sequential.children()))]
         if any(isinstance(found, FFNPieces) for found in runs):
             return False
         rule = self.rule_for(sequential)
-        # There may be a GLU between two linears, which was read; other reasons against a run may disappear later.
+        # The reasons against a run may disappear later.
         return rule is not None and (not runs or bool(rule.holders))
 
     def why_class_stays(self, block: nn.Module, fused: type[FusedBlock]) -> str | None:

@@ -17,7 +17,7 @@ from ...modules import (
     why_must_be_called,
     why_not_read_past,
 )
-from ..activations import torch_module_activation
+from ..activations import glu_of, torch_module_activation
 from ..conditions import attribute
 from ..reading.sizes import widths
 from ..reading.values import ABSENT
@@ -50,14 +50,15 @@ def find_ffn(
     training: bool,
     output_dropout_p: float = 0.0,
     gate_rows: str | None = None,
+    glu: str | None = None,
 ) -> FFNPieces | str:
-    """The FFN of these parts as they are now, or why it cannot be fused."""
-    name = torch_module_activation(activation)
+    """The FFN of these parts as they are now, or why it cannot be fused. ``glu``: the activation is a GLU, of this."""
+    if isinstance(activation, nn.Module) and (reason := why_not_read_past(activation)):
+        return f"the activation {reason}"
+    name = glu or torch_module_activation(activation)
     if name is None:
         given = repr(activation) if isinstance(activation, (str, nn.Module)) else getattr(activation, "__name__", "")
         return f"the activation {given or class_name(activation)} is not a known one"
-    if isinstance(activation, nn.Module) and (reason := why_not_read_past(activation)):
-        return f"the activation {reason}"
     p = dropout_p("dropout", dropout, training)
     if isinstance(p, str):
         return p
@@ -86,7 +87,7 @@ def _holds_linear(module: nn.Module) -> bool:
 
 
 def find_runs(modules: Sequence[nn.Module]) -> Iterator[tuple[int, int, FFNPieces | str]]:
-    """(start, stop, FFN or reason) of every run of linear, activation, [dropout,] linear; FFNs do not overlap."""
+    """(start, stop, FFN or reason) of each run of linear, activation or GLU, [dropout,] linear; they do not overlap."""
     free = 0
     for start in range(len(modules) - 2):
         up, activation, third = modules[start : start + 3]
@@ -100,9 +101,18 @@ def find_runs(modules: Sequence[nn.Module]) -> Iterator[tuple[int, int, FFNPiece
         # Two bare linears count as a pair whatever is between them, two wrappers only around an activation.
         bare = widths(up) is not None and widths(down) is not None and not _holds_linear(activation)
         if torch_module_activation(activation) is not None or bare:
-            found = find_ffn(up, down, None, activation, dropout, False)
+            glu, gate_rows = (_glu_between(up, activation, down) if bare else None) or (None, None)
+            found = find_ffn(up, down, None, activation, dropout, False, gate_rows=gate_rows, glu=glu)
             free = start if isinstance(found, str) else stop
             yield start, stop, found
+
+
+def _glu_between(up: nn.Module, module: nn.Module, down: nn.Module) -> tuple[str, str] | None:
+    """:func:`.activations.glu_of` for a module between two linears whose widths tell that it may be a GLU."""
+    into, out = widths(up), widths(down)
+    if into is None or out is None or into[1] != 2 * out[0]:
+        return None
+    return glu_of(module, into[1])
 
 
 def find_by_rule(block: nn.Module, rule: FFNRule) -> FFNPieces | str:

@@ -235,7 +235,7 @@ def _ffns_in(method: str, reader: Reader, allowed: set[str], reasons: list[str])
             ffn = ffn_before(call.path, call.input, reader.lines)
             calls = [each for each in reader.linears if each.path in (ffn.up, ffn.gate)]
             into = [each for each in calls if as_input(each.input) == ffn.input]
-            if min(each.misses for each in into) != call.misses:
+            if min((each.misses for each in into), default=None) != call.misses:
                 raise NotUnderstood(f"does something between {ffn.up} and {ffn.down} that is not understood")
             parts = (ffn.up, ffn.down, ffn.gate, ffn.gate_rows, ffn.activation, ffn.dropout)
             found.setdefault(parts, []).append(ffn)
