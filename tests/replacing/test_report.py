@@ -272,6 +272,12 @@ def test_an_attention_is_no_ffn() -> None:
     assert not fl.replace(model).skipped
 
 
+def test_scales_of_heads_are_no_experts() -> None:
+    attention = nn.Module()
+    attention.q_scale, attention.k_scale = nn.Parameter(torch.ones(4, 1, 16)), nn.Parameter(torch.ones(4, 1, 16))
+    assert fl.replace(nn.Sequential(*mlp(), attention), dry_run=True, strict=True).skipped == ()
+
+
 def test_nothing_to_replace() -> None:
     with pytest.warns(UserWarning, match="nothing was replaced"):
         report = fl.replace(nn.Linear(6, 6))

@@ -59,8 +59,9 @@ def _experts(module: nn.Module) -> str | None:
     """Two parameters that hold a matrix per expert and can be applied one after the other, with their sizes; or
     None."""
     parameters = [(name, each) for name, each in module._parameters.items() if each is not None and not is_lazy(each)]
-    stacks = [(name, tensor.shape) for name, tensor in parameters]
+    # A size of 1 makes it a stack of vectors, such as the scales of normed queries and keys.
+    stacks = [(name, tensor.shape) for name, tensor in parameters if tensor.dim() == 3 and 1 not in tensor.shape]
     for (first, one), (second, other) in combinations(stacks, 2):
-        if len(one) == len(other) == 3 and one[0] == other[0] > 1 and set(one[1:]) & set(other[1:]) - {1}:
+        if one[0] == other[0] and set(one[1:]) & set(other[1:]):
             return f"{first}, {second}: {one[0]} experts"
     return None
