@@ -64,7 +64,7 @@ def _relative_error(gradient: Tensor | None, truth: Tensor | None) -> float:
 @contextmanager
 def _linear_layers_in_8_bits(model: nn.Module) -> Iterator[None]:
     """Inside, all linear layers but the head and narrow ones multiply what the recipe makes of their operands."""
-    head = model.get_output_embeddings()
+    head = model.get_output_embeddings()  # type: ignore[operator]
     chosen = [
         module
         for module in model.modules()
