@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Hashable, Iterable
 from functools import lru_cache
-from typing import TypeGuard
 
 from ...kernels.activations import ACTIVATIONS, LEAKY_SLOPE
 
@@ -24,7 +23,7 @@ _ONE: Monomial = frozenset()
 _DIGITS = 8
 # No formula of a layer has this many terms; a power of a sum could.
 MOST_TERMS = 64
-# Of an input of a linear that is deeper, what a long method has computed before, no formula needs to be known.
+# An input of a linear that is nested more deeply is an unknown tensor: no formula of a layer reaches that far back.
 MOST_DEPTH = 16
 
 
@@ -97,14 +96,11 @@ class Polynomial:
         return dict.fromkeys(each for monomial in self.terms for each, _ in monomial)
 
 
-def _depth(found: Iterable[object]) -> int:
-    """Of the deepest polynomial in an atom, or 0."""
-    depths = (part.depth if isinstance(part, Polynomial) else _depth(part) for part in found if _may_nest(part))
-    return max(depths, default=0)
-
-
-def _may_nest(part: object) -> TypeGuard[Polynomial | tuple[object, ...]]:
-    return isinstance(part, (Polynomial, tuple))
+def _depth(part: object) -> int:
+    """Of the deepest polynomial in an atom, or in a part of one; 0 if there is none."""
+    if isinstance(part, Polynomial):
+        return part.depth
+    return max(map(_depth, part), default=0) if isinstance(part, tuple) else 0
 
 
 def _product(one: Monomial, two: Monomial) -> Monomial:
@@ -132,7 +128,7 @@ def linear_result(path: Hashable, x: Polynomial) -> Polynomial:
 
 
 def as_input(x: Polynomial) -> Polynomial:
-    """What the result of a linear knows of its input: an atom instead of a formula that is nested too deeply."""
+    """x as it stands in the result of a linear: an atom of its own if its formula is nested too deeply."""
     return x if x.depth <= MOST_DEPTH else _unknown(x)
 
 
