@@ -74,9 +74,11 @@ def _linear_layers_in_8_bits(model: nn.Module) -> Iterator[None]:
     ]
     for module in chosen:
         module.forward = _in_8_bits(module)  # type: ignore[method-assign]
-    yield
-    for module in chosen:
-        del module.forward
+    try:
+        yield
+    finally:
+        for module in chosen:
+            del module.forward
 
 
 def _in_8_bits(module: nn.Linear) -> Any:

@@ -16,7 +16,8 @@ from ..modules import attributes_of, why_called_otherwise
 from .conditions import Conditions
 from .reading import operations
 from .reading.activation_modules import known_activation
-from .reading.polynomials import TooLarge, activation_giving, atom
+from .reading.formulas import ffn_before
+from .reading.polynomials import TooLarge, activation_giving, linear_result
 from .reading.reader import Reader
 from .reading.values import PLAIN, Formula, Known, NotUnderstood
 from .remembering import Remembered
@@ -107,25 +108,24 @@ _found: Remembered[_Reading] = Remembered()
 
 
 def _named(activation: Any, columns: int | None = None) -> _Reading:
-    """The activation of ours that equals this one, evaluated on a symbol, or that of the halves of so many columns."""
+    """The activation of ours that equals this one, evaluated on a symbol, or that of a GLU of so many columns."""
     reader = Reader(activation if isinstance(activation, nn.Module) else nn.Module())
     x = reader.input(columns)
+    if columns is not None:
+        x = x.with_value(linear_result("up", x.value))
     try:
         result = _read(activation, reader, x)
+        if not isinstance(result, Formula) or result.wide or not result.shaped:
+            return _Reading(None)
         functions = Conditions.of(reader).owned()
         read = tuple((weakref.ref(owner), name, weakref.ref(each)) for owner, name, each in functions)
+        if columns is None:
+            return _Reading(activation_giving(result.value, x.value), read)
+        ffn = ffn_before("down", result.value, reader.lines)
     except (NotUnderstood, TooLarge, TypeError):
         # TypeError: properties cannot be weakly referenced.
         return _Reading(None)
-    if not isinstance(result, Formula) or result.wide or not result.shaped:
-        return _Reading(None)
-    if columns is None:
-        return _Reading(activation_giving(result.value, x.value), read)
-    for gate, up in (("first", "last"), ("last", "first"), ("even", "odd"), ("odd", "even")):
-        name = activation_giving(result.value, *(atom("half", x.value.single, half) for half in (gate, up)))
-        if name is not None:
-            return _Reading(name, read, gate)
-    return _Reading(None)
+    return _Reading(None if ffn.dropout else ffn.activation, read, ffn.gate_rows)
 
 
 def _read(activation: Any, reader: Reader, x: Formula) -> Any:
