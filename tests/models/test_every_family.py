@@ -42,6 +42,7 @@ FUSED_BESIDES: dict[str, dict[str, int]] = {
     "minicpmv4_7": {"MiniCPMV4_7ViTWindowAttentionMerger": 1},
     "rt_detr": {"RTDetrMLPPredictionHead": 1},
     "rt_detr_v2": {"RTDetrV2MLPPredictionHead": 1},
+    "sam": {"SamFeedForward": 5},
     "zaya": {"ZayaRouterMLP": 2},
 }
 # Every so many families are in the short run, by turns in training and in evaluation; they are in alphabetical order,

@@ -45,6 +45,16 @@ class Packed(Layer):
         self.up = nn.Linear(6, 20)
 
 
+class InRows(Layer):
+    """Keeps its linears in a list, and what is between them in a dictionary."""
+
+    def __init__(self, p: float = 0.25) -> None:
+        super().__init__(p)
+        self.linears = nn.ModuleList([self.up, self.down])
+        self.between = nn.ModuleDict({"act": self.act})
+        del self.up, self.down, self.act
+
+
 class InSuper(Layer):
     def forward(self, x: Tensor) -> Tensor:
         return self.down(self.act(self.up(x))) + super().extra_repr().count("x")
@@ -140,6 +150,12 @@ FORWARDS: dict[str, tuple[type[Layer], str, int]] = {
         Layer,
         "hidden = self.act(self.up(x)) if self.p < 1 else self.up(x)\n"
         "if self.p > 2:\n    hidden = hidden * 2\nreturn x + self.down(hidden)",
+        1,
+    ),
+    "Rows": (
+        InRows,
+        "up, act = self.linears[0], self.between['act']\n"
+        "return x + self.linears[-1](nn.functional.dropout(act(up(x)), self.p, self.training))",
         1,
     ),
     "MaybeGated": (

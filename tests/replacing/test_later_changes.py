@@ -181,6 +181,20 @@ class Row(nn.Module):
         return x
 
 
+class RowInside(Row):
+    """Has its input added behind the FFN, and names the last of its layers by a negative index."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.layers[-1](F.gelu(self.layers[0](x)))
+
+
+class RowInSlices(Row):
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers[:-1]:
+            x = torch.tanh(layer(x))
+        return self.layers[-1](x)
+
+
 class Doubled(nn.GELU):
     def __call__(self, x: Tensor) -> Tensor:
         return super().__call__(x) * 2
@@ -286,6 +300,9 @@ CHANGES: dict[str, tuple[Callable[[], nn.Module], Callable[[Any], object]]] = {
     "no gate": (MaybeGated, lambda m: setattr(m, "gate", None)),
     "helper of a holder": (Layer, lambda m: setattr(m.into, "act", torch.relu)),
     "another layer": (Row, lambda m: m.layers.append(nn.Identity())),
+    "another last layer": (RowInside, lambda m: m.layers.append(nn.AdaptiveAvgPool1d(WIDTH))),
+    "another layer behind a slice": (RowInSlices, lambda m: m.layers.append(nn.Identity())),
+    "another first layer": (RowInside, lambda m: m.layers.insert(0, nn.Upsample(scale_factor=UNITS / WIDTH))),
     "option": (
         with_forward(
             "z = self.up(x)\nreturn self.down(self.act(z if self.limit is None else z.clamp(max=self.limit)))"
@@ -319,7 +336,7 @@ CHANGES: dict[str, tuple[Callable[[], nn.Module], Callable[[Any], object]]] = {
 }  # fmt: skip
 COMPILED = [
     "option", "option of a configuration", "rate", "option of a child", "option of an activation",
-    "option of the class", "activation of the class", "option of an activation's class",
+    "option of the class", "activation of the class", "option of an activation's class", "another last layer",
 ]  # fmt: skip
 
 

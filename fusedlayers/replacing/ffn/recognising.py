@@ -26,10 +26,10 @@ from ..reading.reader import Reader, functions_of
 from ..reading.rewriting import edited, edits_for, reads_for
 from ..reading.sizes import linears, sizes_of_linear
 from ..reading.sources import codes_in
-from ..reading.values import Formula, NotUnderstood
+from ..reading.values import ABSENT, Formula, NotUnderstood
 from ..rules import FFNRule, FoundRule
 from .by_rule import FusedInside
-from .finding import why_not_held, why_not_whole
+from .finding import next_children, why_not_held, why_not_whole
 
 _SEVERAL = "does not take exactly one tensor"
 
@@ -255,7 +255,7 @@ def _inside(block: nn.Module, method: str, ffn: FFN, reader: Reader) -> FoundRul
     _check_class_is_not_asked_for(block, reader, method)
     rule = _rule(block, ffn, reader, method)
     for path, _ in rule.holders:
-        if isinstance(attribute(block, path), (nn.ModuleList, nn.ModuleDict, nn.Sequential)):
+        if isinstance(attribute(block, path), nn.Sequential):
             # Other modules may be put into it later.
             raise NotUnderstood(f"finds its linears in {path}, a row of modules")
     within, into = {*rule.parts(), *dict(rule.holders)}, (ffn.up, ffn.gate)
@@ -268,8 +268,11 @@ def _inside(block: nn.Module, method: str, ffn: FFN, reader: Reader) -> FoundRul
     if edited(edits, getattr(type(block), method), FusedInside.run_inside) is None:
         raise NotUnderstood("is decorated by what is not known")
     read = reads_for(reader, ffn)
+    watched = {path: reader.watched[path] for path in read["watched"]}
+    # A negative index finds another module when one is appended.
+    watched |= dict.fromkeys(next_children(block, rule), ABSENT)
     conditions = Conditions(
-        without({path: reader.watched[path] for path in read["watched"]}, _asked(rule), rule.activation_path),
+        without(watched, _asked(rule), rule.activation_path),
         (*read["methods"], *_forwards(block, rule)),
         tuple((*name, reader.functions[name]) for name in read["functions"]),
     )

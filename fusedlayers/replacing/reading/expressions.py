@@ -100,6 +100,10 @@ class Expressions(Calls):
             leading = ast.unparse(node.slice) == ":-1"
             if isinstance(owner, Shape) and leading and not owner.leading:
                 return Shape(owner.of, leading=True)
+            row = owner if isinstance(owner, Part) and is_row(owner.module) else None
+            if row is not None and (bounds := self._bounds(node.slice, frame)) is not None:
+                self._watch_length(row)
+                return tuple(self._child(row, name) for name in list(row.module._modules)[bounds])
             raise NotUnderstood("takes a part of something")
         place = self.value(node.slice, frame)
         if not isinstance(place, Known) or type(place.value) not in (int, str):
@@ -125,16 +129,21 @@ class Expressions(Calls):
         columns = node.elts[1]
         if not isinstance(columns, ast.Slice) or not owner.width:
             return None
-        given = [None if each is None else self.value(each, frame) for each in (columns.lower, columns.upper)]
-        start, stop = (getattr(each, "value", each) for each in given)
-        step = "1" if columns.step is None else ast.unparse(columns.step)
-        if step not in ("1", "2") or not {type(start), type(stop)} <= {int, type(None)}:
+        bounds = self._bounds(columns, frame)
+        if bounds is None or bounds.step not in (None, 1, 2):
             return None
-        found = range(owner.width)[start : stop : int(step)]
+        found = range(owner.width)[bounds]
         half = owner.width // 2
-        if step == "1":
+        if found.step == 1:
             return {range(half): "first", range(half, owner.width): "last"}.get(found)
         return {range(0, owner.width, 2): "even", range(1, owner.width, 2): "odd"}.get(found)
+
+    def _bounds(self, node: ast.Slice, frame: Frame) -> slice | None:
+        """The bounds of a slice; None if one of them is not known, or not valid."""
+        given = [None if each is None else self.value(each, frame) for each in (node.lower, node.upper, node.step)]
+        start, stop, step = (getattr(each, "value", each) for each in given)
+        known = {type(start), type(stop), type(step)} <= {int, type(None)} and step != 0
+        return slice(start, stop, step) if known else None
 
     def _of_dict(self, node: ast.Dict, frame: Frame) -> Any:
         keys = [None if each is None else self.value(each, frame) for each in node.keys]
