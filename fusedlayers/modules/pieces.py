@@ -135,12 +135,13 @@ class FFNPieces:
     ) -> Tensor | None:
         """:meth:`run` instead of a user's module's own code, which must run where this gives None.
 
-        None also for x of another width, for which that code may do something else, or raise its own error.
+        None also for x of another width or dtype, for which that code may do something else, or raise its own error.
         """
         try:
             return self.run(x, None, recompute, precision)
-        except ValueError:
-            if x.shape[-1:] == linear_weight(base_linear(self.up)).shape[1:]:
+        except (TypeError, ValueError):
+            weight = linear_weight(base_linear(self.up))
+            if not isinstance(x, Tensor) or (x.shape[-1:] == weight.shape[1:] and x.dtype is weight.dtype):
                 raise
             return None
 

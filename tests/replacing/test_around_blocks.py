@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.support.ffn_blocks import replaced
+from tests.support.ffn_blocks import mlp, replaced
 
 WIDTH, UNITS = 8, 32
 
@@ -131,6 +132,22 @@ def test_errors_of_another_width_are_those_of_the_author() -> None:
         replaced(Refuses())(torch.randn(2, WIDTH + 1))
     with pytest.raises(RuntimeError, match="cannot be multiplied"):
         replaced(nn.Sequential(nn.Linear(WIDTH, UNITS), nn.ReLU(), nn.Linear(UNITS, WIDTH)))(torch.randn(2, WIDTH + 1))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "other"), [(torch.float64, torch.float32), (torch.float32, torch.float64), (torch.float32, torch.int64)]
+)
+@pytest.mark.parametrize("build", [mlp, NamedLikeAFunction])
+def test_errors_of_another_dtype_are_those_of_torch(
+    build: Callable[[], nn.Module], dtype: torch.dtype, other: torch.dtype
+) -> None:
+    block = replaced(build().to(dtype))
+    x = torch.ones(2, WIDTH if build is NamedLikeAFunction else 6)
+    block(x.to(dtype))
+    with pytest.raises(RuntimeError, match="must have the same dtype"):
+        block(x.to(other))
+    with pytest.raises(TypeError):
+        block([1.0])
 
 
 class Cast(Block):
