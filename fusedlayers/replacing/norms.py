@@ -39,8 +39,11 @@ from .saving import kept_by
 from .signatures import signature
 from .swapping import OWN_FORWARD, ReplacedModule, fused_class
 
-# Every norm calls one of these. The reasons against a module that calls none, or calls a fused norm, are not reported.
-_SUMS = {"mean", "sum", "var", "var_mean", "std", "std_mean", "norm", "vector_norm"}
+# Every norm takes a sum of squares and a root. The reasons against a module that calls a fused norm, or nothing of
+# either kind, are not reported.
+_BOTH = {"var", "var_mean", "std", "std_mean", "norm", "vector_norm"}
+_SUMS = _BOTH | {"mean", "sum"}
+_ROOTS = _BOTH | {"rsqrt", "sqrt", "pow"}
 _FUSED = {"layer_norm", "rms_norm"}
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Measured on an H200: their gradient of x is off by up to four roundings, and two are the limit for "close". Under
@@ -110,8 +113,9 @@ def recognise_norm(module: nn.Module) -> Norm | str | None:
             return None
         found[dtype] = norm
     if torch.float32 not in found:
-        names = _names_called(type(module))
-        return others[0][1] if names & _SUMS and not names & _FUSED else None
+        # Its own attributes may be named mean and std.
+        names = _names_called(type(module)) - vars(module).keys()
+        return others[0][1] if names & _SUMS and names & _ROOTS and not names & _FUSED else None
     first = found[torch.float32]
     for dtype, norm in list(found.items()):
         # The conditions may name different attributes for each dtype.
@@ -144,13 +148,16 @@ def may_be_norm(module: nn.Module) -> bool:
 
 
 def _names_called(kind: type[nn.Module]) -> set[str]:
-    """The names in a class's forward, and in the methods of the class that it names, transitively."""
+    """The names in a class's forward, and in the methods of the class that it names, transitively; "sqrt" if it writes
+    that as ``x**0.5``, or as its inverse."""
     names: set[str] = set()
     left = [inspect.unwrap(kind.forward)]
     while left:
         code = getattr(left.pop(), "__code__", None)
         new = set(code.co_names) - names if code is not None else set()
         names |= new
+        if code is not None and not {0.5, -0.5}.isdisjoint(code.co_consts):
+            names.add("sqrt")
         left += [inspect.unwrap(found) for found in (getattr(kind, name, None) for name in new) if callable(found)]
     return names
 

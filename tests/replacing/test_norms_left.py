@@ -41,6 +41,43 @@ LEFT: dict[str, tuple[str, str]] = {
 }  # fmt: skip
 
 
+class Pooled(nn.Module):
+    """A mean without a root."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.mean((1, 2), keepdim=True)
+
+
+class Unrolled(nn.Module):
+    """A sum of Python's."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.view(sum(x.shape))
+
+
+class Standardised(nn.Module):
+    """With a mean and a deviation that are given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean, self.std = [0.5], [0.5]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x - torch.tensor(self.mean)) / torch.tensor(self.std)
+
+
+@pytest.mark.parametrize("kind", [Pooled, Unrolled, Standardised], ids=lambda kind: kind.__name__)
+def test_a_sum_without_a_root_looks_like_no_norm(kind: type[nn.Module]) -> None:
+    assert fl.replace(kind()).skipped == ()
+
+
+@pytest.mark.parametrize("root", ["** -0.5", "** 0.5", ".sqrt()", ".pow(-0.5)"])
+def test_a_norm_over_rows_is_told_by_its_root(root: str) -> None:
+    scale = f"(x * x).mean(0, keepdim=True){root}"
+    [entry] = fl.replace(written(Llama, f"return self.weight * x * {scale}")()).skipped
+    assert entry.reason.startswith("it looks like a norm, but calls mean along another dimension")
+
+
 @pytest.mark.parametrize("name", LEFT)
 def test_what_is_no_norm_stays_with_the_line(name: str) -> None:
     body, why = LEFT[name]
