@@ -278,6 +278,15 @@ def test_scales_of_heads_are_no_experts() -> None:
     assert fl.replace(nn.Sequential(*mlp(), attention), dry_run=True, strict=True).skipped == ()
 
 
+@pytest.mark.parametrize("shapes", [[(4, 16, 8)] * 3 + [(4, 8, 16)], [(4, 16, 24), (4, 8, 16)]], ids=str)
+def test_weights_of_heads_are_no_experts(shapes: list[tuple[int, ...]]) -> None:
+    """Queries, keys, values and output; or the first three in one."""
+    attention = nn.Module()
+    for place, shape in enumerate(shapes):
+        attention.register_parameter(f"w_{place}", nn.Parameter(torch.ones(shape)))
+    assert fl.replace(nn.Sequential(*mlp(), attention), dry_run=True, strict=True).skipped == ()
+
+
 def test_nothing_to_replace() -> None:
     with pytest.warns(UserWarning, match="nothing was replaced"):
         report = fl.replace(nn.Linear(6, 6))

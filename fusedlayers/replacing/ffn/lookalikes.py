@@ -61,7 +61,13 @@ def _experts(module: nn.Module) -> str | None:
     parameters = [(name, each) for name, each in module._parameters.items() if each is not None and not is_lazy(each)]
     # A size of 1 makes it a stack of vectors, such as the scales of normed queries and keys.
     stacks = [(name, tensor.shape) for name, tensor in parameters if tensor.dim() == 3 and 1 not in tensor.shape]
+    alike = Counter(shape for _, shape in stacks)
+    # Three stacks of one shape are the queries, keys and values of attention, if each head is narrower than its input.
+    if any(times > 2 and shape[1] != shape[2] for shape, times in alike.items()):
+        return None
     for (first, one), (second, other) in combinations(stacks, 2):
-        if one[0] == other[0] and set(one[1:]) & set(other[1:]):
+        smaller, larger = sorted((one.numel(), other.numel()))
+        # The first matrix may hold a gate, too, and so be twice as large.
+        if one[0] == other[0] and set(one[1:]) & set(other[1:]) and larger in (smaller, 2 * smaller):
             return f"{first}, {second}: {one[0]} experts"
     return None
