@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 
 from ..planning import Device
@@ -95,6 +96,12 @@ def _times(paths: list[str], module: str) -> str:
     return module if len(paths) == 1 else f"{len(paths)} × {module}"
 
 
+def _class_name(module: nn.Module) -> str:
+    kind = type(module).__name__
+    # torch.jit gives one class to all modules that it compiles.
+    return getattr(module, "original_name", kind) if isinstance(module, torch.jit.ScriptModule) else kind
+
+
 def _saved(saved_bytes: tuple[int, int]) -> str:
     theirs, ours = saved_bytes
     return f"keeps {ours:,} bytes a token for backward, torch {theirs:,}"
@@ -111,9 +118,9 @@ class Changes:
 
     def change(self, path: str, module: nn.Module, fused: type[ReplacedModule], *facts: Any, became: str = "") -> None:
         """Give the module the class ``fused``; ``facts`` are the fields of its `Entry` from ``reason`` on."""
-        self.replaced.append(Entry(path, type(module).__name__, became or fused.__name__, *facts))
+        self.replaced.append(Entry(path, _class_name(module), became or fused.__name__, *facts))
         self.classes[module] = fused
 
     def skip(self, path: str, module: nn.Module, reason: str, *, is_ffn_left: bool = False) -> None:
         """Leave the module as it is."""
-        self.skipped.append(Entry(path, type(module).__name__, None, reason, is_ffn_left=is_ffn_left))
+        self.skipped.append(Entry(path, _class_name(module), None, reason, is_ffn_left=is_ffn_left))

@@ -211,6 +211,8 @@ def test_scripted_modules_are_left() -> None:
     report = fl.replace(model)
     assert [entry.path for entry in report.replaced] == ["2"]
     assert not any("no class can be derived" in entry.reason for entry in report.skipped)
+    assert (report.skipped[0].path, report.skipped[0].module) == ("0", "NanoGPT")
+    assert report.skipped[0].reason.endswith("but torch.jit has compiled it")
 
 
 class CastsToItsWeights(nn.Module):

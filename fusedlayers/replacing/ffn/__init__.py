@@ -18,16 +18,20 @@ from ..reading.sizes import widths
 from ..report import Changes
 from ..saving import TOKENS, Facts, kept_by, of_tokens, planned, precision_in_words
 from .blocks import FusedBlock
+from .by_rule import FusedInside
 from .choosing import Chooser
+
+_LISTS = (nn.ModuleList, nn.ModuleDict)
 
 
 def replace_ffns(model: nn.Module, chooser: Chooser, changes: Changes) -> set[nn.Module]:
     """Decide what becomes of every block with an FFN; returns the linears of all FFNs, fused or not."""
     # Innermost modules first. Lists of modules last: their owner may call them.
-    inwards = list(model.named_modules())[::-1]
-    for path, module in sorted(inwards, key=lambda each: isinstance(each[1], (nn.ModuleList, nn.ModuleDict))):
+    modules = dict(model.named_modules())
+    inwards = list(modules.items())[::-1]
+    for path, module in sorted(inwards, key=lambda each: isinstance(each[1], _LISTS)):
         if not is_experts(module):
-            _replace(path, module, chooser, changes)
+            _replace(path, module, _owner(modules, path), chooser, changes)
     # The report lists them in the order of the model.
     order = {path: -place for place, (path, _) in enumerate(inwards)}
     for entries in (changes.replaced, changes.skipped):
@@ -35,7 +39,16 @@ def replace_ffns(model: nn.Module, chooser: Chooser, changes: Changes) -> set[nn
     return chooser.taken
 
 
-def _replace(path: str, module: nn.Module, chooser: Chooser, changes: Changes) -> None:
+def _owner(modules: dict[str, nn.Module], path: str) -> nn.Module | None:
+    """The module whose methods may run the list of modules at this path; None if there is no list."""
+    if not isinstance(modules[path], _LISTS):
+        return None
+    while path and isinstance(modules[path], _LISTS):
+        path = path.rpartition(".")[0]
+    return modules[path]
+
+
+def _replace(path: str, module: nn.Module, owner: nn.Module | None, chooser: Chooser, changes: Changes) -> None:
     try:
         fused = chooser.fused_class(module)
     except Exception as error:  # a metaclass may refuse with any exception
@@ -45,7 +58,7 @@ def _replace(path: str, module: nn.Module, chooser: Chooser, changes: Changes) -
         chooser.taken |= _linears(module.find_ffn_pieces(module))
     elif isinstance(module, FusedFFN):
         chooser.taken |= set(module.children())
-    reason = chooser.why_left(module) if fused is None else chooser.why_class_stays(module, fused)
+    reason = chooser.why_left(module, owner) if fused is None else chooser.why_class_stays(module, fused)
     if reason is not None:
         changes.skip(path, module, reason, is_ffn_left=not isinstance(module, (FusedBlock, FusedFFN)))
     if reason is not None or fused is None:
@@ -63,7 +76,10 @@ def _replace(path: str, module: nn.Module, chooser: Chooser, changes: Changes) -
         else:
             text = f"{linears}: {_description(pieces)}{_precision(pieces, chooser, changes.on)}{trusted}"
             changes.change(path, module, fused, text, *_facts(pieces, chooser, changes.on))
-    chooser.taken |= _linears(ffns)
+    fused_linears = _linears(ffns)
+    chooser.taken |= fused_linears
+    if fused_linears and issubclass(fused, FusedInside) and (reason := chooser.why_another_left(module)):
+        changes.skip(path, module, reason, is_ffn_left=True)
     if not ffns and sum(widths(child) is not None for child in module.children()) > 1:
         changes.skip(path, module, "no two of its linears have just an activation and a dropout between")
 

@@ -20,7 +20,7 @@ from .blocks import FusedBlock, FusedSequentialFFN
 from .by_rule import FusedInside, FusedWholeBlock
 from .finding import find_runs
 from .lookalikes import why_lookalike_left
-from .recognising import checked, recognise
+from .recognising import FFNLeft, checked, recognise
 
 
 def _are_of_one_class(rule: FFNRule, other: FFNRule) -> bool:
@@ -87,8 +87,15 @@ class Chooser:
                 return rule
             found = self._once(signature(module, set()), lambda: checked(module, rule))
             return f"its FFNRule is refused: {found}" if given and isinstance(found, str) else found
+        return self.read(module)
+
+    def read(self, module: nn.Module) -> FFNRule | str | None:
+        """What the source of a module says of its linears that are in no FFN so far, as :meth:`found` gives it."""
+        kind = type(module)
+        if isinstance(module, torch.jit.ScriptModule):
+            return "torch.jit has compiled it"
         of_torch = _is_of_torch(kind) and kind is not nn.Sequential
-        known = isinstance(module, (FusedBlock, FusedFFN, FusedLossHead, torch.jit.ScriptModule))
+        known = isinstance(module, (FusedBlock, FusedFFN, FusedLossHead))
         if of_torch or known or kind.forward is nn.Module.forward or not module._modules:
             return None
         if any(map(is_lazy, (*module.parameters(), *module.buffers()))):
@@ -141,8 +148,9 @@ class Chooser:
                 return "has a forward that does not take exactly one tensor"
         return None
 
-    def why_left(self, module: nn.Module) -> str | None:
-        """The reason to report for a module that is left, or None."""
+    def why_left(self, module: nn.Module, owner: nn.Module | None) -> str | None:
+        """The reason to report for a module that is left, or None. ``owner`` is the module that holds it, if it is a
+        list of modules."""
         if isinstance(module, FusedBlock):
             for name, wanted in (("recompute", self.recompute), ("precision", self.precision)):
                 if (value := getattr(module, f"fused_{name}")) != wanted:
@@ -155,4 +163,22 @@ class Chooser:
             return ALREADY_FUSED
         found = self.found(module)
         reason = found if isinstance(found, str) else None
-        return reason if reason and self.rule_of_user(module) else why_lookalike_left(module, self.taken, reason)
+        if isinstance(found, FFNLeft) or (reason and self.rule_of_user(module)):
+            return reason
+        if reason is None and owner is not None and why_lookalike_left(module, self.taken, None):
+            found = self.read(owner)
+            if isinstance(found, (FFNRule, FFNLeft)):
+                # The owner's own entry tells of the FFN.
+                return None
+            holder = f"{type(owner).__name__}, which holds them,"
+            reason = found and f"{holder} is left: {found}"
+            if isinstance(owner, FusedBlock) or self.rule_for(owner) is not None:
+                reason = f"{holder} runs another FFN, and only one is fused"
+        return why_lookalike_left(module, self.taken, reason)
+
+    def why_another_left(self, module: nn.Module) -> str | None:
+        """Why another FFN of a module, one of whose FFNs is fused, is left; None if there is no other."""
+        found = self.read(module)
+        if isinstance(found, FFNRule):
+            return f"{found.up}, {found.down}: only one FFN of a module is fused"
+        return found if isinstance(found, FFNLeft) else None

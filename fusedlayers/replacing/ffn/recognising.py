@@ -32,6 +32,11 @@ from .by_rule import FusedInside
 from .finding import next_children, why_not_held, why_not_whole
 
 _SEVERAL = "does not take exactly one tensor"
+_OTHER_INPUT = "computes the FFN of something else than its input"
+
+
+class FFNLeft(str):
+    """Why an FFN that was read in a method stays as it is; other reasons are of methods in which none was read."""
 
 
 class Site(NamedTuple):
@@ -82,9 +87,12 @@ def recognise(block: nn.Module, taken: set[nn.Module]) -> FoundRule | str | None
             continue
         for rule in _rules_inside(block, name, method, allowed, reasons):
             return rule
-    # A layer with several inputs may still hold an FFN: report that reason only if there is no other.
-    said = [reason for reason in reasons if _SEVERAL not in reason]
-    return next(iter((*said, *reasons)), None)
+    # A layer that is more than an FFN may still hold one: report these reasons only if there is no other.
+    return min(
+        reasons,
+        default=None,
+        key=lambda each: (not isinstance(each, FFNLeft), _SEVERAL in each or _OTHER_INPUT in each),
+    )
 
 
 @contextmanager
@@ -93,7 +101,7 @@ def _noting(method: str, reasons: list[str]) -> Iterator[None]:
     try:
         yield
     except OtherFormula as reason:
-        reasons.append(str(reason))
+        reasons.append(reason.args[0])
     except NotUnderstood as reason:
         reasons.append(f"its {method} {reason}")
 
@@ -112,7 +120,7 @@ def _whole_block(block: nn.Module, width: int) -> FoundRule:
     if result.wide or not result.shaped:
         raise NotUnderstood("returns a tensor of another dtype or shape than that of its FFN")
     if ffn.input != x.value or reader.casts:
-        raise NotUnderstood("computes the FFN of something else than its input")
+        raise OtherFormula(FFNLeft(f"{ffn.up}, {ffn.down}: its forward {_OTHER_INPUT}"))
     rule = _rule(block, ffn, reader, None)
     if reason := why_not_whole(block, rule):
         raise OtherFormula(reason)
@@ -220,8 +228,10 @@ def _rules_inside(
     with _noting(name, reasons):
         reader.read(inspect.unwrap(method))
         for ffn in _ffns_in(name, reader, allowed, reasons):
-            with _noting(name, reasons):
+            try:
                 yield _inside(block, name, ffn, reader)
+            except NotUnderstood as reason:
+                reasons.append(FFNLeft(f"{ffn.up}, {ffn.down}: its {name} {reason}"))
 
 
 def _ffns_in(method: str, reader: Reader, allowed: set[str], reasons: list[str]) -> Iterator[FFN]:

@@ -209,7 +209,7 @@ class Reader(Expressions):
         if isinstance(target, ast.Name):
             frame.locals[target.id] = value
         elif isinstance(target, (ast.Tuple, ast.List)):
-            values = value if isinstance(value, tuple) else None
+            values = self._items(value)
             starred = any(isinstance(each, ast.Starred) for each in target.elts)
             if values is None or starred or len(values) != len(target.elts):
                 if not self.lenient:

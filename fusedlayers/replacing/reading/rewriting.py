@@ -168,7 +168,7 @@ class _Edits:
         """Whether an expression was a hidden each time it was read."""
         found = {self._holds_hidden(value) for value in self.frame.values.get(node, ())}
         if len(found) == 2 and not isinstance(node, ast.AugAssign):
-            raise NotUnderstood(f"has a hidden in `{ast.unparse(node)}` some of the time")
+            raise NotUnderstood(f"runs `{ast.unparse(node)}` for this FFN and for something else")
         return True in found
 
     def _parts(self, node: ast.AST) -> Iterator[ast.expr]:
