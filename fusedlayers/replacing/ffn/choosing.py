@@ -165,16 +165,21 @@ class Chooser:
         reason = found if isinstance(found, str) else None
         if isinstance(found, FFNLeft) or (reason and self.rule_of_user(module)):
             return reason
+        # Only for lists with linears like those of an FFN: reading the owner takes time.
         if reason is None and owner is not None and why_lookalike_left(module, self.taken, None):
             found = self.read(owner)
             if isinstance(found, (FFNRule, FFNLeft)):
                 # The owner's own entry tells of the FFN.
                 return None
-            holder = f"{type(owner).__name__}, which holds them,"
-            reason = found and f"{holder} is left: {found}"
-            if isinstance(owner, FusedBlock) or self.rule_for(owner) is not None:
-                reason = f"{holder} runs another FFN, and only one is fused"
+            reason = self._why_owner_leaves(owner, found)
         return why_lookalike_left(module, self.taken, reason)
+
+    def _why_owner_leaves(self, owner: nn.Module, read: str | None) -> str | None:
+        """Why a module runs no FFN of linears in a list that it holds; ``read`` is what its source says of them."""
+        holder = f"{type(owner).__name__}, which holds them,"
+        if isinstance(owner, FusedBlock) or self.rule_for(owner) is not None:
+            return f"{holder} runs another FFN, and only one is fused"
+        return read and f"{holder} is left: {read}"
 
     def why_another_left(self, module: nn.Module) -> str | None:
         """Why another FFN of a module, one of whose FFNs is fused, is left; None if there is no other."""

@@ -101,6 +101,7 @@ def _noting(method: str, reasons: list[str]) -> Iterator[None]:
     try:
         yield
     except OtherFormula as reason:
+        # str() would turn an FFNLeft into a plain string.
         reasons.append(reason.args[0])
     except NotUnderstood as reason:
         reasons.append(f"its {method} {reason}")
