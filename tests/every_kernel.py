@@ -121,6 +121,10 @@ def calls(target: str) -> Iterator[Callable[[], torch.Tensor]]:
                 EPILOGUE_PIPELINES["scaled_hidden_gradient", gated],
             )[0]  # fmt: skip
             yield from bounded(gated, z)
+        yield lambda: functional.moe_ffn(
+            matrix(4096, 512), chosen, matrix(4096, 2), matrix(8, 512, 512), matrix(8, 512, 256), precision="fp8",
+            **merged,
+        )  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -26,6 +26,9 @@ from ..kernels.float8 import column_norms, quantise_rows, quantise_transposed, t
 from ..kernels.hopper import Scaled
 from ..kernels.torch_internals import is_capturing
 from ..kernels.tuning import EpiloguePipeline
+from ..planning import Device, Float8Plan
+from ..planning.float8 import IN_16_BITS
+from .operation import Operation, Tensors
 from .prepared import Prepared
 
 _Made = TypeVar("_Made")
@@ -63,7 +66,7 @@ def _kept_of(owner: Tensor) -> _Kept:
     return found
 
 
-def _from_weights(kind: object, weights: Sequence[Tensor], call: Prepared, make: Callable[[], _Made]) -> _Made:
+def from_weights(kind: object, weights: Sequence[Tensor], call: Prepared, make: Callable[[], _Made]) -> _Made:
     """``make()``, or what an earlier call made of the same values; ``kind`` names what is made of which weights."""
     sources = [_source_of(weight) for weight in weights]
     owners = [source if source._base is None else source._base for source in sources]
@@ -88,11 +91,42 @@ def _from_weights(kind: object, weights: Sequence[Tensor], call: Prepared, make:
     return made
 
 
-def note_sources(weights: Sequence[Tensor | None], cast: Sequence[Tensor | None]) -> None:
-    """Notes on each weight that autocast has ``cast`` what it was cast from: that lives on, and changes seldom."""
-    for weight, other in zip(weights, cast, strict=True):
-        if weight is not None and other is not None and other is not weight and not weight.is_inference():
-            other._fused_source = weight, weight._version  # type: ignore[attr-defined]
+class Float8Operation(Operation):
+    """An operation in 8 bits, or where that is not possible or not faster, as its ``plain`` operation computes it.
+
+    The precision is the last option of both.
+    """
+
+    # Of the tensors that are quantised once for the calls of one step.
+    weight_positions: ClassVar[tuple[int, ...]]
+
+    @property
+    def plain(self) -> Operation:
+        """The same operation in 16 bits."""
+        raise NotImplementedError
+
+    def variant(self, options: tuple[Any, ...]) -> Operation:
+        return self
+
+    def instead(self, plan: Any, options: tuple[Any, ...]) -> tuple[Operation, tuple[Any, ...]] | None:
+        return (self.plain, (*options[:-1], None)) if plan.path == IN_16_BITS else None
+
+    def problem(self, tensors: Tensors, options: tuple[Any, ...]) -> Any:
+        make: Any = self.problem_type
+        return make(**super().problem(tensors, options).__getstate__(), recipe=options[-1])
+
+    def cast(self, call: Prepared, tensors: Tensors) -> Tensors:
+        found = super().cast(call, tensors)
+        for position in self.weight_positions:
+            weight, other = tensors[position], found[position]
+            if weight is not None and other is not weight and not weight.is_inference():
+                # What it was cast from lives on, and changes seldom.
+                other._fused_source = weight, weight._version
+        return found
+
+    def facts(self, plan: Any, device: Device) -> list[tuple[str, str]]:
+        found: Float8Plan = plan
+        return found.facts(device)
 
 
 def _source_of(weight: Tensor) -> Tensor:
@@ -147,7 +181,7 @@ def forget_weights() -> None:
 
 def quantised_weight(weight: Tensor, call: Prepared) -> Scaled:
     """The weight ``[N, K]`` with a scale for each row, any strides."""
-    return _from_weights("rows", (weight,), call, lambda: _quantised_rows(weight, call.ready))
+    return from_weights("rows", (weight,), call, lambda: _quantised_rows(weight, call.ready))
 
 
 def _quantised_rows(
@@ -162,7 +196,7 @@ def _quantised_rows(
 def quantised_transpose(weights: tuple[Tensor, ...], call: Prepared) -> Scaled:
     """The transposes of one or two weights ``[N, K]`` side by side, with a scale for each of the K rows."""
     other = weights[1] if len(weights) == 2 else None
-    return _from_weights("transposed", weights, call, lambda: quantise_transposed(weights[0], other, call.ready))
+    return from_weights("transposed", weights, call, lambda: quantise_transposed(weights[0], other, call.ready))
 
 
 class FFNWeights(NamedTuple):
@@ -207,7 +241,7 @@ def ffn_weights(
         )
 
     present = [each for each in (w_up, w_down, w_gate, b_up) if each is not None]
-    return _from_weights(("ffn", w_gate is None), present, call, make)
+    return from_weights(("ffn", w_gate is None), present, call, make)
 
 
 class FFNTransposes(NamedTuple):
@@ -239,7 +273,7 @@ def ffn_transposes(
         return FFNTransposes(Scaled(down.values, table[0]), up, factors)
 
     present = [each for each in (w_up, w_gate, w_down) if each is not None]
-    return _from_weights(("ffn transposed", dx), present, call, make)
+    return from_weights(("ffn transposed", dx), present, call, make)
 
 
 def quantised(

@@ -14,10 +14,9 @@ from ..kernels.activations import ACTIVATIONS, canonical_activation
 from ..kernels.column_sums import column_sums
 from ..kernels.tuning import COLUMN_SUM_TILES
 from ..planning import Float8LinearProblem, LinearPlan, LinearProblem, ProductPlan
-from ..planning.float8 import IN_16_BITS
 from .call import call_facts, traced, wants_gradient
 from .custom_ops import Result, Results
-from .float8 import note_sources, product, quantised, quantised_transpose, quantised_weight, weight_gradients
+from .float8 import Float8Operation, product, quantised, quantised_transpose, quantised_weight, weight_gradients
 from .gradients import planned_weight_gradient
 from .operands import rows, without_autocast
 from .operation import Operation, Tensors, formula
@@ -264,30 +263,21 @@ def _product(
     )
 
 
-class _Float8Linear(_Linear):
-    """The linear layer in 8 bits, or where that is not possible or not faster, the linear layer itself.
+class _Float8Linear(Float8Operation, _Linear):
+    """The linear layer in 8 bits.
 
     The activation is torch's own with and without gradients, so that both have the same value.
     """
 
     problem_type = Float8LinearProblem
+    weight_positions = (1,)
 
-    def variant(self, options: tuple[Any, ...]) -> Operation:
-        return self
-
-    def instead(self, plan: Any, options: tuple[Any, ...]) -> tuple[Operation, tuple[Any, ...]] | None:
-        return (LINEAR, (*options[:3], None)) if plan.path == IN_16_BITS else None
+    @property
+    def plain(self) -> Operation:
+        return LINEAR
 
     def runs_eager(self, call: Prepared) -> bool:
         return False
-
-    def cast(self, call: Prepared, tensors: Tensors) -> Tensors:
-        found = super().cast(call, tensors)
-        note_sources(tensors[1:2], found[1:2])
-        return found
-
-    def problem(self, tensors: Tensors, options: tuple[Any, ...]) -> LinearProblem:
-        return Float8LinearProblem(**super().problem(tensors, options).__getstate__(), recipe=options[3])
 
     def details(self, plan: Any, extras: dict[str, Any]) -> str:
         return "identity"

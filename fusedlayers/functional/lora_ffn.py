@@ -19,7 +19,8 @@ from .custom_ops import Result, Results
 from .ffn import dropping
 from .ffn.adapters import FACTORS, Adapted
 from .ffn.arguments import check_lora_ffn, checked_dropout, ffn_problem
-from .ffn.passes import FFNOperation, Float8Operation
+from .ffn.passes import FFNOperation
+from .float8 import Float8Operation
 from .operation import Operation, Tensors, formula
 from .options import checked_flag, checked_number
 from .precision import Float8, precision_word

@@ -23,7 +23,8 @@ class Float8:
             ``weight_gradient="bf16"``.
         weight_gradient: "fp8": weight gradients are products of 8-bit operands, too, which are transposed for it.
             "bf16": they are computed from operands in 16 bits, as without ``precision``. "auto": in 8 bits if the
-            layer is so wide that this is faster. Bias gradients are sums in 16 bits.
+            layer is so wide that this is faster. Bias gradients are sums in 16 bits. Experts have weight gradients in
+            16 bits whatever this says.
 
     Raises:
         ValueError: a recipe or a format that is not built, or two that contradict each other; the message names those

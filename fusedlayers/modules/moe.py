@@ -11,6 +11,7 @@ from torch.fx import Proxy
 
 from .. import functional
 from ..functional.options import checked_choice, checked_flag, checked_size
+from ..functional.precision import Float8, precision_word
 from ..functional.shapes import Shapes
 from ..kernels.activations import canonical_activation
 from .children import parameter
@@ -86,6 +87,8 @@ class FusedMoE(nn.Module):
         normalize: whether the chosen scores are divided by their sum.
         shared_d_ff: width of the hidden of an expert that every token goes through, or None for none.
         recompute: save only x and the routing for the backward pass.
+        precision: None, or "fp8" or a :class:`fusedlayers.Float8`: the experts, and the shared one, run in 8 bits where
+            they can and where that is faster.
         device, dtype: of the parameters, as in ``nn.Linear``.
 
     Raises:
@@ -94,6 +97,8 @@ class FusedMoE(nn.Module):
 
     # What forward calls, for ``explain``.
     function = staticmethod(functional.moe_ffn)
+    # Of a module that was pickled without it.
+    precision: str | None = None
 
     def __init__(
         self,
@@ -108,6 +113,7 @@ class FusedMoE(nn.Module):
         normalize: bool = True,
         shared_d_ff: int | None = None,
         recompute: bool = False,
+        precision: str | Float8 | None = None,
         device: torch.device | str | int | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -119,14 +125,16 @@ class FusedMoE(nn.Module):
         self.activation, self.scores = canonical_activation(activation), checked_choice("scores", scores, SCORES)
         self.normalize, self.recompute = checked_flag("normalize", normalize), checked_flag("recompute", recompute)
         gated, bias = checked_flag("gated", gated), checked_flag("bias", bias)
+        self.precision = precision_word(precision)
         options: dict[str, Any] = {"device": device, "dtype": dtype}
         self.gate = nn.Linear(self.d_model, self.num_experts, bias=False, **options)
         self.experts = ExpertWeights(self.d_model, self.d_ff, self.num_experts, gated, bias, **options)
-        self.shared_expert = (
-            None
-            if shared_d_ff is None
-            else FusedFFN(self.d_model, checked_size("shared_d_ff", shared_d_ff), activation, gated, bias, **options)
-        )
+        self.shared_expert = None
+        if shared_d_ff is not None:
+            shared_d_ff = checked_size("shared_d_ff", shared_d_ff)
+            self.shared_expert = FusedFFN(
+                self.d_model, shared_d_ff, activation, gated, bias, precision=self.precision, **options
+            )
 
     def reset_parameters(self) -> None:
         """Draw all parameters anew."""
@@ -167,7 +175,8 @@ class FusedMoE(nn.Module):
 
     def _arguments(self, x: Tensor, index: Tensor, weights: Tensor) -> dict[str, Any]:
         routed = {"x": x, "top_k_index": index, "top_k_weights": weights}
-        return routed | self.experts.arguments() | {"activation": self.activation, "recompute": self.recompute}
+        options = {"activation": self.activation, "recompute": self.recompute, "precision": self.precision}
+        return routed | self.experts.arguments() | options
 
     def forward(self, x: Tensor) -> Tensor:
         """The mixture of x ``[*B, M, K]``; same shape, floating point dtype.
@@ -184,5 +193,5 @@ class FusedMoE(nn.Module):
         return (
             f"d_model={self.d_model}, d_ff={self.d_ff}, num_experts={self.num_experts}, top_k={self.top_k}, "
             f"activation={self.activation!r}, scores={self.scores!r}, normalize={self.normalize}, "
-            f"recompute={self.recompute}"
+            f"recompute={self.recompute}{'' if self.precision is None else f', precision={self.precision!r}'}"
         )

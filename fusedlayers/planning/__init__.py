@@ -16,6 +16,7 @@ from .gemm_reduce import ReducePlan, ReduceProblem
 from .hidden_gradient import HiddenGradientProblem
 from .linear import LinearPlan, LinearProblem, ProductPlan
 from .maxsim import MaxSimPlan, MaxSimProblem
+from .moe_ffn_float8 import Float8MoePlan, Float8MoeProblem
 from .weight_gradient import WeightGradientPlan, WeightGradientProblem
 
 
@@ -38,6 +39,8 @@ __all__ = [
     "Decision",
     "Device",
     "Float8LinearProblem",
+    "Float8MoePlan",
+    "Float8MoeProblem",
     "Float8Plan",
     "Float8Problem",
     "HiddenGradientProblem",

@@ -4,7 +4,7 @@ The products of a call are those of x and of upstream gradients with the weights
 """
 
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 from ..kernels.tuning import EPILOGUE_PIPELINES, EpiloguePipeline
 from ..kernels.tuning.dtypes import GENERIC
@@ -15,6 +15,8 @@ from .linear import LinearProblem
 from .lora_ffn import LoRAProblem
 from .measured import fitted
 from .weight_gradient import WeightGradientPlan
+
+_Call = TypeVar("_Call", bound=Call)
 
 IN_8_BITS, IN_16_BITS = "float8", "bf16"
 # Recipes in a word, as users write and operations pass it on: weight gradients in 8 bits where that pays, wherever it
@@ -90,7 +92,7 @@ class Float8Problem(Problem):
     @property
     def plain(self) -> Problem:
         """The same call in 16 bits."""
-        return Problem(**_without_recipe(self))
+        return without_recipe(self, Problem)
 
     @property
     def widths(self) -> tuple[int, ...]:
@@ -125,6 +127,21 @@ class Float8Problem(Problem):
             return "products in 8 bits keep more bytes than recompute= allows"
         return None
 
+    @property
+    def why_slower(self) -> str | None:
+        """Why 8 bits would take longer than 16, or None."""
+        return why_narrow(self.widths) or why_small(self, self.M)
+
+    def in_8_bits(self, plain: Any, device: Device) -> dict[str, Any]:
+        """What the plan says of a call in 8 bits; ``plain`` is that of the call in 16."""
+        gradient = EPILOGUE_PIPELINES["scaled_hidden_gradient", self.gated]
+        return {
+            "hidden_pipeline": EPILOGUE_PIPELINES["scaled_hidden", self.gated],
+            "gradient_pipeline": gradient if self.training else None,
+            "product_pipeline": EPILOGUE_PIPELINES["scaled_product", False],
+            "saved_bytes": self.kept_elements * self.element_bytes * self.training,
+        }
+
     def kept_by_torch(self, device: Device) -> int:
         return self.plain.kept_by_torch(device)
 
@@ -151,7 +168,7 @@ class Float8LoRAProblem(Float8Problem, LoRAProblem):  # type: ignore[misc]
     @property
     def plain(self) -> LoRAProblem:
         """The same call in 16 bits."""
-        return LoRAProblem(**_without_recipe(self))
+        return without_recipe(self, LoRAProblem)
 
     @property
     def kept_elements(self) -> int:
@@ -185,7 +202,7 @@ class Float8LinearProblem(LinearProblem):
     @property
     def plain(self) -> LinearProblem:
         """The same call in 16 bits."""
-        return LinearProblem(**_without_recipe(self))
+        return without_recipe(self, LinearProblem)
 
     @property
     def widths(self) -> tuple[int, ...]:
@@ -202,6 +219,19 @@ class Float8LinearProblem(LinearProblem):
     def why_in_16_bits(self) -> str | None:
         """What of the call 8 bits cannot give, or None."""
         return "split_k and reduction ask for split kernels by name" if self.asks_for_kernels else None
+
+    @property
+    def why_slower(self) -> str | None:
+        """Why 8 bits would take longer than 16, or None."""
+        return why_narrow(self.widths) or why_small(self, self.M)
+
+    def in_8_bits(self, plain: Any, device: Device) -> dict[str, Any]:
+        """What the plan says of a call in 8 bits; ``plain`` is that of the call in 16."""
+        return {
+            "product_pipeline": EPILOGUE_PIPELINES["scaled_product", False],
+            "weight_gradient": getattr(plain, "weight_gradient", None),
+            "saved_bytes": plain.saved_bytes,
+        }
 
     def kept_by_torch(self, device: Device) -> int:
         return self.plain.kept_by_torch(device)
@@ -221,9 +251,9 @@ def _transposes(recipe: str, reuse: float, least: int | None = None) -> bool:
     return recipe == ROWWISE or (recipe == AUTO and reuse >= (LIMITS.least_reuse if least is None else least))
 
 
-def _without_recipe(problem: Any) -> dict[str, Any]:
-    names = [each.name for each in fields(problem) if each.name not in ("recipe", "biased")]
-    return {name: getattr(problem, name) for name in names}
+def without_recipe(problem: Any, kind: type[_Call]) -> _Call:
+    """The same call in 16 bits, a problem of this ``kind``."""
+    return kind(**{each.name: getattr(problem, each.name) for each in fields(kind)})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -269,8 +299,8 @@ def _text(pipeline: EpiloguePipeline) -> str:
     return f"sm90: {rows} × {columns} of the product, {pipeline.step} inner, stages {pipeline.stages}"
 
 
-def plan(problem: Any, device: Device, backend: str = "auto") -> Float8Plan:
-    """The path of a call with ``precision="fp8"`` on ``device``."""
+def plan(problem: Any, device: Device, backend: str = "auto", kind: type[Float8Plan] = Float8Plan) -> Any:
+    """The path of a call with ``precision="fp8"`` on ``device``, as a plan of this ``kind``."""
     reason = why_not(problem, device, backend)
     p, in_8_bits = problem, reason is None
     forward, backward = p.model_flops
@@ -278,20 +308,14 @@ def plan(problem: Any, device: Device, backend: str = "auto") -> Float8Plan:
     plain = p.plain.plan(device, backend)
     options: dict[str, Any] = {"saved_bytes": plain.saved_bytes, "workspace_bytes": plain.workspace_bytes}
     if in_8_bits:
-        ffn = isinstance(p, Float8Problem)
-        options = {
-            "hidden_pipeline": EPILOGUE_PIPELINES["scaled_hidden", p.gated] if ffn else None,
-            "gradient_pipeline": EPILOGUE_PIPELINES["scaled_hidden_gradient", p.gated] if ffn and p.training else None,
-            "product_pipeline": EPILOGUE_PIPELINES["scaled_product", False],
-            "weight_gradient": getattr(plain, "weight_gradient", None),
+        options = p.in_8_bits(plain, device) | {
             "accuracy": p.activation_accuracy(device),
-            "saved_bytes": p.kept_elements * p.element_bytes * p.training if ffn else plain.saved_bytes,
             "workspace_bytes": p.workspace_bytes,
             "floor_seconds": floor_seconds(
                 int(_RATE * (forward + backward - in_16_bits)) + in_16_bits, plain.bytes, p.dtype, device
             ),
         }
-    return Float8Plan(
+    return kind(
         problem=p,
         path=IN_8_BITS if in_8_bits else IN_16_BITS,
         reason="products of 8-bit operands take half the time" if in_8_bits else str(reason),
@@ -325,11 +349,16 @@ def why_not(problem: Any, device: Device, backend: str = "auto") -> str | None:
         return device.left_to_torch
     if device.release_note:
         return f"the self-test of an unknown release of Triton has no products in 8 bits: {device.release_note}"
-    if (reason := why_narrow(p.widths)) is not None:
-        return reason
+    found: str | None = p.why_slower
+    return found
+
+
+def why_small(problem: Any, rows: int) -> str | None:
+    """Why a call with so many rows in its products would take longer in 8 bits than in 16, or None."""
+    p = problem
     # A compiled step runs ahead of the GPU, which hides what the launches of one layer cost.
-    if p.captured or p.compiled:
-        flops, least, what = 2 * p.M * p.K * p.N, LIMITS.least_flops, "in a product, compiled or inside a CUDA graph"
+    if p.captured or getattr(p, "compiled", False):
+        flops, least, what = 2 * rows * p.K * p.N, LIMITS.least_flops, "in a product, compiled or inside a CUDA graph"
     else:
         flops, least, what = p.model_flops[0], LIMITS.least_launched_flops, "in a forward pass, launched one by one"
     if flops >= least:

@@ -161,9 +161,14 @@ def why_unsupported(problem: MoeProblem, device: Device) -> str | None:
     """Why the kernels cannot run ``problem``, or None."""
     if (reason := problem.why_no_kernels(device)) is not None:
         return reason
-    if problem.capacity > MOST_ROWS:
-        return f"{problem.capacity:,} rows are more than have a 32-bit number"
-    return None
+    return why_too_many_rows(problem)
+
+
+def why_too_many_rows(problem: MoeProblem) -> str | None:
+    """Why kernels cannot number the rows, or None."""
+    if problem.capacity <= MOST_ROWS:
+        return None
+    return f"{problem.capacity:,} rows are more than have a 32-bit number"
 
 
 def tiles(problem: MoeProblem, device: Device) -> dict[str, GroupedTiles | GroupedPipeline]:

@@ -105,9 +105,9 @@ def replace(
         recompute: as in ``functional.ffn``, for every block: True never allocates a hidden, forward or backward.
         loss: whether to replace the loss of a language model, too.
         norm: whether to replace norms, too. Results change by a rounding, as an FFN's do.
-        precision: "fp8" or a :class:`Float8`: FFNs run in 8 bits where they can and where that is faster, and so does
-            every other plain ``nn.Linear`` that is wide enough, except the head of a language model: it becomes a
-            :class:`SplitKLinear`. Adapters, other linears that have one, and experts stay in 16 bits. The report says
+        precision: "fp8" or a :class:`Float8`: FFNs and experts run in 8 bits where they can and where that is faster,
+            and so does every other plain ``nn.Linear`` that is wide enough, except the head of a language model: it
+            becomes a :class:`SplitKLinear`. Adapters, and other linears that have one, stay in 16 bits. The report says
             what does not run in 8 bits, and why. None: nothing does.
         strict: raise if an FFN, or a module that looks like one, would stay as it is, or if nothing in the model is
             fused (instead of warning). Nothing is changed then.
@@ -134,7 +134,7 @@ def replace(
         raise ValueError(f"on={on!r} tells what another GPU would do: expected dry_run=True with it")
     changes = Changes(None if on is None else card(on))
     in_ffns = replace_ffns(model, Chooser(ffn_rules, recompute, precision), changes)
-    replace_experts(model, recompute, changes)
+    replace_experts(model, recompute, precision, changes)
     replace_linears(model, linear_rules, in_ffns, precision, changes)
     if loss:
         replace_heads(model, changes)

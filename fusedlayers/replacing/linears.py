@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -61,7 +62,7 @@ def replace_linears(
         if given is not None:
             text = f"split_k={rule.split_k!r}, {rule.reduction}, {text}"
         elif precision is not None:
-            options = {"weight": module.weight, "bias": module.bias, "precision": precision}
+            options: dict[str, Any] = {"weight": module.weight, "bias": module.bias, "precision": precision}
             text += precision_in_words(LINEAR, changes.on, **options)
         fused = fused_class(
             FusedSplitKLinear, nn.Linear, split_k=rule.split_k, reduction=rule.reduction, precision=precision

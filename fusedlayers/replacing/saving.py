@@ -60,13 +60,14 @@ def planned(operation: Operation, on: Device | None, device: torch.device, *inpu
 
 
 @torch.enable_grad()
-def precision_in_words(operation: Operation, on: Device | None, **arguments: Any) -> str:
+def precision_in_words(operation: Operation, on: Device | None, x: Tensor | None = None, **arguments: Any) -> str:
     """Whether a training batch that asks for 8 bits runs in them; of float32 weights, whether it does under autocast.
 
-    The arguments lack x; the first is a weight.
+    The first of the arguments is a weight, ``[out, in]`` unless x is given.
     """
     weight = next(iter(arguments.values()))
-    tensors, options = operation.bound(x=of_tokens(weight.shape[1], weight.dtype), **arguments)
+    x = of_tokens(weight.shape[1], weight.dtype) if x is None else x
+    tensors, options = operation.bound(x=x, **arguments)
     plan, _, instead = _planned(operation, tensors, options, on, weight.device, autocast=True)
     if instead is not None:
         return f"; in 16 bits: {plan.reason}"

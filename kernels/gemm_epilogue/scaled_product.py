@@ -48,5 +48,5 @@ def scaled_product(
 
     launch = prepared(ready, ("scaled product", dtype), prepare)
     factors = (None, None) if added is None else added[:2]
-    launch((left.values, right.values, *factors, found, bias, left.scale, right.scale))
+    launch((left.values, right.values, *factors, found, bias, left.scale, right.scale, None, None))
     return found

@@ -14,7 +14,8 @@
 Shapes: x [M, K], xs [P, K], w [M, k], W_up and W_gate [E, N, K], W_down [E, K, N], Z, G and H [P, N]. Every W and b is
 that of the row's expert. ``sorting`` defines the P rows: those of an expert begin at a multiple of a block, and the
 padding between experts is 0 in xs, dys, dZ, dG and w ⊙ H, so that sums over an expert's rows need no masks. No atomics:
-the same bits every time. Nothing is copied to the host, so a CUDA graph serves any routing.
+the same bits every time. Nothing is copied to the host, so a CUDA graph serves any routing. Operands
+of a product, but for weight gradients, may be in 8 bits with scales.
 """
 
 from ..matmul.arithmetic import Arithmetic

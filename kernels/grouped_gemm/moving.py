@@ -5,6 +5,7 @@ from typing import Any
 import torch
 
 from ..device import tl, triton
+from ..hopper import Scaled
 from ..launching import Launch, ceil_div, prepared
 from ..tiles import load_tile
 from .sorting import SortedRows
@@ -21,8 +22,8 @@ def _columns(width: int) -> int:
 
 @triton.jit(do_not_specialize=["tiles"])
 def _spread_kernel(
-    x_ptr, scores_ptr, slots_ptr, rows_ptr, tile_expert_ptr, xs_ptr, weights_ptr, stride_m, stride_k, K, tiles,
-    BLOCK: tl.constexpr, TOP_K: tl.constexpr, COLUMNS: tl.constexpr, PADDING_ROWS: tl.constexpr,
+    x_ptr, scores_ptr, scale_ptr, slots_ptr, rows_ptr, tile_expert_ptr, xs_ptr, weights_ptr, scales_ptr, stride_m,
+    stride_k, K, tiles, BLOCK: tl.constexpr, TOP_K: tl.constexpr, COLUMNS: tl.constexpr, PADDING_ROWS: tl.constexpr,
 ):  # fmt: skip
     # The first programs fill the padding of a tile: they take longest, so they start first. Each of the others copies
     # one token to all of its rows.
@@ -40,6 +41,11 @@ def _spread_kernel(
                 row = tl.load(rows_ptr + token * TOP_K + j)
                 score = tl.load(scores_ptr + token * TOP_K + j).to(tl.float32)
                 tl.store(weights_ptr + row, score, mask=row >= 0)
+        if scales_ptr is not None:
+            scale = tl.load(scale_ptr + token)
+            for j in tl.static_range(TOP_K):
+                row = tl.load(rows_ptr + token * TOP_K + j)
+                tl.store(scales_ptr + row, scale, mask=row >= 0)
     elif tl.load(tile_expert_ptr + program) >= 0:
         last = program.to(tl.int64) * BLOCK + BLOCK - 1
         # Padding follows an expert's rows: a tile whose last row is used has none.
@@ -49,6 +55,8 @@ def _spread_kernel(
                 empty = tl.load(slots_ptr + rows) < 0
                 if weights_ptr is not None:
                     tl.store(weights_ptr + rows, tl.zeros([PADDING_ROWS], tl.float32), mask=empty)
+                if scales_ptr is not None:
+                    tl.store(scales_ptr + rows, tl.zeros([PADDING_ROWS], tl.float32), mask=empty)
                 for first in tl.range(0, K, 128):
                     cols = first + tl.arange(0, 128)
                     zeros = tl.zeros([PADDING_ROWS, 128], xs_ptr.dtype.element_ty)
@@ -119,29 +127,32 @@ def _experts_sums_kernel(
 
 
 def spread(
-    x: torch.Tensor, scores: torch.Tensor | None, rows: SortedRows, *, ready: dict[Any, Any] | None = None
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+    x: torch.Tensor | Scaled, scores: torch.Tensor | None, rows: SortedRows, *, ready: dict[Any, Any] | None = None
+) -> tuple[Any, torch.Tensor | None]:
     """The sorted rows ``[P, K]`` of x ``[M, K]``, of any strides, and the sorted ``scores`` ``[S]``, float32 ``[P]``.
 
-    Padding is 0 in both. Every token is read once.
+    Padding is 0 in both. Every token is read once. Of a :class:`Scaled` both parts are sorted.
     """
-    tokens, width = x.shape
+    source, scale = (x.values.view(torch.int8), x.scale) if isinstance(x, Scaled) else (x, None)
+    tokens, width = source.shape
 
     def make() -> Launch:
         tiles = rows.tile_expert.shape[0]
         return Launch(
             _spread_kernel,
             tokens + tiles,
-            (*x.stride(), width),
+            (*source.stride(), width),
             (tiles,),
             (rows.block, rows.k, _columns(width), _PADDING_ROWS),
         )
 
-    launch = prepared(ready, ("spread", scores is None), make)
-    found = x.new_empty(rows.capacity, width)
-    weights = None if scores is None else x.new_empty(rows.capacity, dtype=torch.float32)
-    launch((x, scores, rows.slots, rows.rows_of, rows.tile_expert, found, weights))
-    return found, weights
+    launch = prepared(ready, ("spread", scores is None, scale is None), make)
+    found = source.new_empty(rows.capacity, width)
+    weights, scales = (
+        None if each is None else source.new_empty(rows.capacity, dtype=torch.float32) for each in (scores, scale)
+    )
+    launch((source, scores, scale, rows.slots, rows.rows_of, rows.tile_expert, found, weights, scales))
+    return found if scales is None else Scaled(found.view(torch.float8_e4m3fn), scales), weights
 
 
 def combine(

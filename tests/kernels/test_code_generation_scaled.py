@@ -26,6 +26,9 @@ import json
 import torch
 from code_generation import compiling_for
 from fusedlayers.kernels import gemm_epilogue as kernels
+from fusedlayers.kernels import grouped_gemm as grouped
+from fusedlayers.kernels.grouped_gemm import rows_of, sizes
+from fusedlayers.kernels.tuning.grouped_gemm import grouped_tiles
 from fusedlayers.kernels.dropout import NO_DROPOUT, Dropout
 from fusedlayers.kernels.gemm_epilogue import LowRank, Scaled
 from fusedlayers.kernels.matmul.arithmetic import Arithmetic
@@ -123,6 +126,44 @@ for gated, activation, accuracy in (
                 dy, down, z, z if gated else None, keep, how, pipeline, units=words, hidden_rows=torch.empty(4096)
             )
         tell(reports, gated, pipeline, False)
+
+EXPERTS, WIDTH, UNITS = 3, 1024, 768
+TILES = grouped_tiles("sm_90", 16, "product", 128)
+rows = rows_of(torch.zeros(sum(sizes(4096, EXPERTS, 128)), dtype=torch.int32), 4096, EXPERTS, 128, 2)
+
+
+def of_experts(*shape):
+    return Scaled(torch.empty(shape, dtype=torch.float8_e4m3fn), torch.empty(shape[:-1]))
+
+
+x, down = of_experts(rows.capacity, WIDTH), of_experts(EXPERTS, WIDTH, UNITS)
+weight, bias = of_experts(EXPERTS, UNITS, WIDTH), torch.empty(EXPERTS, UNITS, dtype=torch.bfloat16)
+z = torch.empty(rows.capacity, UNITS, dtype=torch.bfloat16)
+for gated in (False, True):
+    arithmetic = grouped.Arithmetic("silu", "coarse")
+    pipeline = EPILOGUE_PIPELINES["scaled_hidden", gated]
+    with compiling_for("sm_90", sm90=True) as reports:
+        gate, gate_bias = (weight, bias) if gated else (None, None)
+        grouped.hidden(
+            x, weight, gate, bias, gate_bias, rows, True, arithmetic, gathered=True, tiles=TILES, pipeline=pipeline,
+            dtype=torch.bfloat16,
+        )
+    tell(reports, gated, pipeline, False)
+    pipeline = EPILOGUE_PIPELINES["scaled_hidden_gradient", gated]
+    with compiling_for("sm_90", sm90=True) as reports:
+        gate, weights = z if gated else None, torch.empty(rows.capacity)
+        grouped.hidden_gradient(
+            x, Scaled(weight.values.mT, weight.scale), z, gate, weights, rows, True, True, arithmetic, in_place=True,
+            tiles=TILES, pipeline=pipeline,
+        )
+    tell(reports, gated, pipeline, False)
+pipeline = EPILOGUE_PIPELINES["scaled_product", False]
+with compiling_for("sm_90", sm90=True) as reports:
+    grouped.product(
+        [(of_experts(rows.capacity, UNITS), down)], None, rows, "ieee", tiles=TILES, pipeline=pipeline,
+        dtype=torch.bfloat16,
+    )
+tell(reports, False, pipeline, False)
 """
 
 
@@ -133,7 +174,7 @@ def test_products_of_8_bit_operands(tmp_path: Path) -> None:
     """
     found = compiled(tmp_path, SCALED)
     assert {report["kernel"] for report in found} == {"sm90_hidden", "sm90_epilogue_gradient", "sm90_scaled_product"}
-    assert len(found) == 22 + 12 + 4 * 4
+    assert len(found) == 22 + 12 + 4 * 4 + 5
     for report in found:
         # A mask is drawn, and an addend loaded, where the most values of a tile are alive.
         spilled = DROPPING if report["dropping"] and report["gated"] else 0

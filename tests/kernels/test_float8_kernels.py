@@ -10,8 +10,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from fusedlayers.kernels import float8
-from fusedlayers.kernels.float8 import Scaled, column_norms, quantise_rows, quantise_transposed, transposed_pair
+from fusedlayers.kernels.float8 import (
+    Scaled,
+    column_norms,
+    quantise_rows,
+    quantise_transposed,
+    quantising,
+    transposed_pair,
+)
+from fusedlayers.kernels.grouped_gemm import sort, spread
 from fusedlayers.reference.float8 import LARGEST, SMALLEST, dequantised, quantised_rows
 from fusedlayers.reference.float8 import transposed_pair as reference_pair
 from tests.kernels.test_code_generation import compiled, faults
@@ -60,7 +67,7 @@ def test_values_and_scales_of_rows(size: tuple[int, int], dtype: torch.dtype) ->
 @kernels
 @needs_kernels
 def test_rows_longer_than_a_block(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(float8, "_LONGEST_BLOCK", 64)
+    monkeypatch.setattr(quantising, "_LONGEST_BLOCK", 64)
     for columns in (65, 128, 200):
         x, other = drawn(37, columns, torch.float16), drawn(37, columns, torch.float16)
         # The maximum is in the last block.
@@ -80,6 +87,37 @@ def test_values_and_scales_of_the_transpose(size: tuple[int, int], dtype: torch.
     for x, other in ((first, second), (first.contiguous(), second.contiguous()), (first.contiguous(), second)):
         assert_same(quantise_transposed(x), x.T)
         assert_same(quantise_transposed(x, other), torch.cat((x, other)).T)
+
+
+@kernels
+@needs_kernels
+def test_each_matrix_of_a_batch_is_transposed() -> None:
+    both = [torch.stack([drawn(130, 70, torch.float16) for _ in range(3)]) for _ in range(2)]
+    halves = torch.cat(both, 1).chunk(2, 1)
+    for x, other in (both, [each.mT.contiguous().mT for each in both], halves):
+        found = quantise_transposed(x, other)
+        for entry, expected in enumerate(torch.cat((x, other), 1)):
+            assert_same(Scaled(*(each[entry] for each in found)), expected.T)
+
+
+@kernels
+@needs_kernels
+def test_rows_for_experts() -> None:
+    """Values, scales and weights of tokens become those of sorted rows, with zeros in padding."""
+    tokens, experts, k, block = 20, 4, 2, 16
+    index = torch.randint(-1, experts, (tokens * k,), device=DEVICE)
+    x, scores = quantise_rows(drawn(tokens, 48, torch.float16)), torch.randn(tokens * k, device=DEVICE)
+    _, rows = sort(index, experts, k, block)
+    found, weights = spread(x, scores, rows)
+    used = int(rows.starts[-1])
+    slots = rows.slots[:used]
+    inside = (slots >= 0)[:, None]
+    slots = slots.clamp(min=0).long()
+    expected = dequantised(x)[slots // k] * inside
+    assert torch.equal(dequantised(found)[:used], expected)
+    assert torch.equal(found.scale[:used, None], x.scale[slots // k, None] * inside)
+    assert weights is not None
+    assert torch.equal(weights[:used, None], scores[slots, None] * inside)
 
 
 @kernels
@@ -222,6 +260,7 @@ for columns in (1024, 4096, 8192, 14336, 28672):
                 norms, units = torch.empty(8192), torch.empty(6, columns)
                 quantise_transposed(x, x if two else None)
                 quantise_transposed(x, x, weights=torch.empty(2, 8192), norms=units[0])
+                quantise_transposed(x.view(4, 2048, columns), x.view(4, 2048, columns) if two else None)
                 quantise_rows(x, factors=units[0])
                 quantise_rows(x, norms=norms, weights=units[0])
                 values = torch.empty(8192, 8192, dtype=torch.float8_e4m3fn)
@@ -244,7 +283,7 @@ def test_compiled_without_spills(tmp_path: Path) -> None:
         "quantise_rows", "column_maxima", "quantise_transposed", "combine_scales", "transpose", "column_sums",
         "reduce_partials", "unit_table", "gradient_units", "row_table", "gradient_rows",
     }  # fmt: skip
-    assert len(found) == 46
+    assert len(found) == 52
     for report in found:
         assert report["spill_bytes"] == 0
         assert faults(report) == []

@@ -9,7 +9,16 @@ from typing import Any
 import pytest
 
 from fusedlayers import planning
-from fusedlayers.planning import CARDS, Device, Float8LinearProblem, Float8Plan, Float8Problem, LinearProblem, Problem
+from fusedlayers.planning import (
+    CARDS,
+    Device,
+    Float8LinearProblem,
+    Float8MoeProblem,
+    Float8Plan,
+    Float8Problem,
+    LinearProblem,
+    Problem,
+)
 from fusedlayers.planning.float8 import LIMITS, Float8LoRAProblem
 from fusedlayers.planning.lora_ffn import LoRAProblem
 
@@ -184,3 +193,40 @@ def test_adapters() -> None:
     assert trained.flops_in_16_bits == problem.flops_in_16_bits + 6 * problem.M * problem.N * problem.K
     assert replace(problem, adapter_dropout=True).workspace_bytes > problem.workspace_bytes
     assert planning.plan(replace(problem, M=64), H100).path == "bf16"
+
+
+def experts(**facts: Any) -> Float8MoeProblem:
+    sizes = {"M": 8192, "K": 4096, "N": 14_336, "E": 8, "top_k": 2, "gated": True}
+    return Float8MoeProblem(**{"dtype": "bfloat16", **sizes, **facts})
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_experts_with_many_rows(training: bool) -> None:
+    for facts in ({}, {"M": 16_384}, {"captured": True}):
+        plan = planning.plan(experts(training=training, biased=True, **facts), H100)
+        assert plan.path == "float8"
+        assert plan.problem.plain.biased
+        assert plan.hidden_pipeline.bits == plan.product_pipeline.bits == 8
+        assert plan.floor_seconds < plan.problem.plain.plan(H100, "auto").floor_seconds
+        found = dict(plan.facts(H100))
+        assert found["precision"] == "fp8, a scale for each row; weight gradients in 16 bits"
+        assert "each expert's padded to a multiple of 128" in found["rows"]
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_experts_with_few_rows_stay_in_16_bits(training: bool) -> None:
+    """Whether there are gradients or not: both passes of a checkpoint must agree."""
+    small = experts(M=16_384, K=2048, N=768, E=128, top_k=8, training=training)
+    plan = planning.plan(small, H100)
+    assert plan.path == "bf16"
+    reason = f"the experts have few rows for their weights: {small.reuse:.0f} FLOPs in products"
+    assert plan.reason.startswith(reason)
+    assert planning.plan(small, H100, "triton").path == "float8"
+    assert planning.plan(replace(small, M=4 * small.M), H100).path == "float8"
+    assert "the call is too small" in planning.plan(experts(M=32_768, K=1024, N=1024, E=1, top_k=1), H100).reason
+
+
+def test_experts_that_cannot_be_numbered() -> None:
+    plan = planning.plan(experts(M=2**31), H100, "triton")
+    assert plan.path == "bf16"
+    assert "more than have a 32-bit number" in plan.reason

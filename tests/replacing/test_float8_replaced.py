@@ -12,9 +12,11 @@ import torch
 from torch import Tensor, nn
 
 import fusedlayers as fl
+from fusedlayers.closeness.noise import OF_LAYER, sqnr
 from fusedlayers.functional.dispatch import decisions
 from fusedlayers.planning import float8 as planning
 from tests.support.float8_twins import in_8_bits
+from train_examples.mixture import Mixture
 
 BFLOAT16 = torch.bfloat16
 WIDTH, VOCABULARY = 64, 96
@@ -125,6 +127,33 @@ def test_blocks_of_this_library_have_their_own_precision() -> None:
         report = fl.replace(model, precision="fp8")
     assert [entry.path for entry in report.replaced] == ["1.0"]
     assert {entry.reason for entry in report.skipped} == {"already fused, with precision=None, an attribute of it"}
+
+
+def test_experts_run_in_8_bits_and_back() -> None:
+    model = Mixture(WIDTH, 96, 4, 2, "silu", gated=True).to(BFLOAT16)
+    x, kind = torch.randn(2, 24, WIDTH).to(BFLOAT16), type(model.experts)
+    with torch.no_grad():
+        expected = model(x)
+    with in_8_bits():
+        report = fl.replace(model, precision="fp8")
+        [entry] = report.replaced
+        assert entry.path == "experts"
+        assert entry.reason.endswith("; fp8")
+        with decisions() as taken:
+            y = model(x)
+        assert taken == {"moe_ffn float8": 1}
+        assert sqnr(y, expected.double()) >= OF_LAYER
+        y.float().square().mean().backward()
+        assert model.experts.down_proj.grad is not None
+        assert "float8" in str(fl.explain(model, x))
+        traced = torch.compile(model, backend="aot_eager", fullgraph=True)(x)
+        assert torch.equal(traced, y)
+        fl.restore(model)
+    assert type(model.experts) is kind
+    with torch.no_grad():
+        assert torch.equal(model(x), expected)
+    [entry] = fl.replace(model, precision="fp8").replaced
+    assert "; in 16 bits: " in entry.reason
 
 
 def test_rules_and_precision_together(model: Model) -> None:

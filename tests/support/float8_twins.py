@@ -15,16 +15,21 @@ from torch import Tensor
 from fusedlayers.devices import assumed
 from fusedlayers.functional import dispatch, float8, operation
 from fusedlayers.functional.ffn import float8 as ffn
-from fusedlayers.kernels import gemm_epilogue
+from fusedlayers.functional.moe_ffn import epilogue as experts
+from fusedlayers.functional.moe_ffn import float8 as expert_weights
+from fusedlayers.kernels import gemm_epilogue, grouped_gemm
 from fusedlayers.kernels.float8 import Scaled
 from fusedlayers.kernels.gemm_epilogue import LowRank
 from fusedlayers.planning import float8 as planning
+from fusedlayers.planning import moe_ffn_float8 as experts_planning
 from fusedlayers.reference import float8 as reference
+from tests.support import float8_experts_twins as twins
 
 # Of auto mode here: tests are too small for its own.
 LIMITS = planning.Limits(
     least_width=32, least_flops=2**15, least_launched_flops=2**17, least_reuse=0, least_bounded_reuse=0
 )
+EXPERTS_LIMITS = experts_planning.Limits(least_reuse=1)
 HOPPER = {"kind": "cuda", "name": "H100", "architecture": "sm_90", "sms": 132, "triton": True, "backend": "sm90"}
 
 
@@ -46,6 +51,9 @@ def quantise_transposed(
     norms: Tensor | None = None,
 ) -> Scaled:  # fmt: skip
     """As the kernel of that name, but rounding to nearest."""
+    if x.dim() == 3:
+        found = [quantise_transposed(each, None if other is None else other[i]) for i, each in enumerate(x)]
+        return Scaled(*(torch.stack(parts) for parts in zip(*found, strict=True)))
     given = [each for each in (x, other) if each is not None]
     given = given if weights is None else [each.float() * weights[i, :, None] for i, each in enumerate(given)]
     return quantise_rows(torch.cat(given).T.contiguous(), norms=norms)
@@ -203,6 +211,14 @@ def in_8_bits() -> Iterator[Counter[str]]:
             (ffn, "row_table", row_table),
             (ffn, "gradient_rows", gradient_rows),
             (ffn, "quantise_rows", rows),
+            (experts, "quantise_rows", rows),
+            (expert_weights, "quantise_rows", rows),
+            (expert_weights, "quantise_transposed", transposed),
+            (experts_planning, "LIMITS", EXPERTS_LIMITS),
+            (grouped_gemm, "hidden", counted("products", twins.hidden)),
+            (grouped_gemm, "product", counted("products", twins.product)),
+            (grouped_gemm, "hidden_gradient", counted("gradients", twins.hidden_gradient)),
+            (grouped_gemm, "weight_gradient", twins.weight_gradient),
             (ffn, "column_sums", column_sums),
             # The name in the package is that of the function.
             (import_module("fusedlayers.functional.linear"), "column_sums", column_sums),

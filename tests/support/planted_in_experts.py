@@ -39,7 +39,7 @@ EXPERTS: tuple[Fault, ...] = (
         "functional/test_moe_ffn every_layout",
     ),
     _fault(
-        "gate and up of merged weights swapped", "fusedlayers/functional/moe_ffn/epilogue.py",
+        "gate and up of merged weights swapped", "fusedlayers/functional/moe_ffn/experts.py",
         "return merged[:, 1::2], merged[:, ::2]", "return merged[:, ::2], merged[:, 1::2]",
         "functional/test_moe_ffn every_layout",
     ),

@@ -5,11 +5,13 @@ from __future__ import annotations
 from tests.support.planting import Fault
 from tests.support.planting import fault as _fault
 
-_KERNELS, _BOUNDS, _WEIGHTS, _FFN = (
-    "kernels/float8.py",
+_KERNELS, _PAIRS, _BOUNDS, _WEIGHTS, _FFN, _EXPERTS = (
+    "kernels/float8/quantising.py",
+    "kernels/float8/pairs.py",
     "kernels/bounds.py",
     "fusedlayers/functional/float8.py",
     "fusedlayers/functional/ffn/float8.py",
+    "fusedlayers/functional/moe_ffn/float8.py",
 )
 
 FLOAT8: tuple[Fault, ...] = (
@@ -25,7 +27,7 @@ FLOAT8: tuple[Fault, ...] = (
     ),
     _fault(
         "scale of one of two transposes", _KERNELS,
-        "largest = partial[0].amax((0, 1))", "largest = partial[0, 0].amax(0)",
+        "largest = partial[0].amax((0, -2))", "largest = partial[0, 0].amax(-2)",
         "kernels/test_float8_kernels values_and_scales_of_the_transpose",
     ),
     _fault(
@@ -34,17 +36,17 @@ FLOAT8: tuple[Fault, ...] = (
         "kernels/test_float8_kernels values_and_scales_of_the_transpose",
     ),
     _fault(
-        "scales of one operand of a weight gradient forgotten", _KERNELS,
+        "scales of one operand of a weight gradient forgotten", _PAIRS,
         "_NOT_FINITE, left + right)", "_NOT_FINITE, left + 127)",
         "kernels/test_float8_kernels transposes_for_a_weight_gradient",
     ),
     _fault(
-        "scales of a weight gradient applied to both operands", _KERNELS,
+        "scales of a weight gradient applied to both operands", _PAIRS,
         "_transposed(right, right_factors, ready)", "_transposed(right, factors, ready)",
         "kernels/test_float8_kernels transposes_for_a_weight_gradient",
     ),
     _fault(
-        "transposed tile at another place", _KERNELS,
+        "transposed tile at another place", _PAIRS,
         "tl.trans(x), cols, rows, stride_values", "tl.trans(x), cols, rows ^ 1, stride_values",
         "kernels/test_float8_kernels transposes_for_a_weight_gradient",
     ),
@@ -143,6 +145,21 @@ FLOAT8: tuple[Fault, ...] = (
         "gradients of x with exchanged units", _WEIGHTS,
         "call.ready, weights=factors)", "call.ready, weights=factors.flip(0))",
         "functional/test_float8 ffn_close_to_float64",
+    ),
+    _fault(
+        "gradients of x from the gate in the place of the up projection", _EXPERTS,
+        "else halves(weight, layout)\n        return", "else halves(weight, layout)[::-1]\n        return",
+        "functional/test_float8_experts every_layout",
+    ),
+    _fault(
+        "quantised experts of another layout", _EXPERTS,
+        "name = kind, positions, layout, transposed", "name = kind, positions",
+        "functional/test_float8_experts layouts_are_told_apart",
+    ),
+    _fault(
+        "scales of padding that are not zero", "kernels/grouped_gemm/moving.py",
+        "tl.store(scales_ptr + rows, tl.zeros([PADDING_ROWS], tl.float32), mask=empty)", "pass",
+        "kernels/test_float8_kernels rows_for_experts",
     ),
     _fault(
         "cast weight that has changed since", _WEIGHTS,

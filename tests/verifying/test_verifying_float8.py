@@ -20,10 +20,11 @@ def blocks() -> list[Any]:
     return [
         fl.FusedFFN(128, 256, "silu", gated=True, dtype=BFLOAT16, precision="fp8"),
         fl.SplitKLinear(128, 256, dtype=BFLOAT16, precision="fp8"),
+        fl.FusedMoE(128, 64, 4, 2, dtype=BFLOAT16, precision="fp8"),
     ]
 
 
-@pytest.mark.parametrize("place", range(2))
+@pytest.mark.parametrize("place", range(3))
 def test_layers_in_8_bits_are_right(place: int) -> None:
     with in_8_bits():
         found = fl.verify(blocks()[place], torch.randn(100, 128).to(BFLOAT16))

@@ -11,12 +11,13 @@ from ...kernels.activations import ACTIVATIONS, canonical_activation
 from ...kernels.gemm_gemm import Arithmetic
 from ...planning import Device, Float8Problem, Plan, Problem, recomputing
 from ..custom_ops import Results
+from ..float8 import Float8Operation
 from ..operation import Operation, Tensors, formula
 from ..precision import Float8, precision_word
 from ..prepared import Prepared
 from . import dropping, float8
 from .arguments import check_ffn, check_recompute, checked_dropout, ffn_problem
-from .passes import RESIDUAL, FFNOperation, Float8Operation
+from .passes import RESIDUAL, FFNOperation
 
 
 def ffn(

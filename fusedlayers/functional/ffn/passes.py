@@ -1,17 +1,16 @@
 """The forward and the backward pass of an FFN: what every path takes, saves and returns."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor
 
 from ...kernels.column_sums import column_sums
 from ...kernels.tuning import COLUMN_SUM_TILES
-from ...planning import KERNEL_PATHS, Device, Float8Plan, ffn_epilogue
-from ...planning.float8 import IN_8_BITS, IN_16_BITS
+from ...planning import KERNEL_PATHS, ffn_epilogue
+from ...planning.float8 import IN_8_BITS
 from .. import dispatch
 from ..custom_ops import Result, Results
-from ..float8 import note_sources
 from ..operands import rows, with_leading_dims, without_autocast
 from ..operation import Operation, Tensors
 from ..prepared import Prepared
@@ -35,6 +34,8 @@ class FFNOperation(Operation):
 
     operands = "x w_up w_down b_up? b_down? w_gate? b_gate? residual? seed?"
     row_operands = ("x",)
+    # With the biases of up and gate, of which tables are made: see ``functional.float8``.
+    weight_positions: ClassVar[tuple[int, ...]] = (1, 2, 3, 5, 6)
     # The adapters among the operands of a prepared call; None: there are none.
     adapted: Callable[[Prepared, Tensors], Adapted] | None = None
 
@@ -146,39 +147,6 @@ class FFNOperation(Operation):
     def _through_hidden(self, wanted: Sequence[bool]) -> bool:
         """Whether any wanted gradient needs the hidden."""
         return any(self._those_through_hidden(wanted))
-
-
-class Float8Operation(FFNOperation):
-    """An FFN in 8 bits, or where that is not possible or not faster, as its ``plain`` operation computes it.
-
-    The precision is the last option of both.
-    """
-
-    _weights = staticmethod(pick((1, 2, 3, 5, 6)))
-
-    @property
-    def plain(self) -> Operation:
-        """The same operation in 16 bits."""
-        raise NotImplementedError
-
-    def variant(self, options: tuple[Any, ...]) -> Operation:
-        return self
-
-    def instead(self, plan: Any, options: tuple[Any, ...]) -> tuple[Operation, tuple[Any, ...]] | None:
-        return (self.plain, (*options[:-1], None)) if plan.path == IN_16_BITS else None
-
-    def problem(self, tensors: Tensors, options: tuple[Any, ...]) -> Any:
-        make: Any = self.problem_type
-        return make(**super().problem(tensors, options).__getstate__(), recipe=options[-1])
-
-    def cast(self, call: Prepared, tensors: Tensors) -> Tensors:
-        found = super().cast(call, tensors)
-        note_sources(self._weights(tensors), self._weights(found))
-        return found
-
-    def facts(self, plan: Any, device: Device) -> list[tuple[str, str]]:
-        found: Float8Plan = plan
-        return found.facts(device)
 
 
 def _saves_pre_activations(path: str) -> bool:

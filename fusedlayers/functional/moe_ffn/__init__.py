@@ -9,15 +9,19 @@ from torch import Tensor
 
 from ...kernels.activations import canonical_activation
 from ...kernels.grouped_gemm import Arithmetic, sizes
+from ...planning import Float8MoeProblem
 from ...planning.moe_ffn import MoePlan, MoeProblem
 from ..call import call_facts, wants_gradient
 from ..custom_ops import Result, Results
+from ..float8 import Float8Operation
 from ..operands import rows
 from ..operation import Operation, Tensors, formula
+from ..precision import Float8, precision_word
 from ..prepared import Prepared
 from . import epilogue
 from .arguments import check_gate, checked_options, expert_shapes
 from .by_torch import experts_by_torch
+from .experts import B_DOWN, B_GATE, B_UP, SCORES, W_DOWN, W_GATE, W_UP
 
 
 def moe_ffn(
@@ -37,6 +41,7 @@ def moe_ffn(
     limit: float | None = None,
     up_offset: float = 0.0,
     recompute: bool = False,
+    precision: str | Float8 | None = None,
 ) -> Tensor:
     """``y[m] = Σ_j top_k_weights[m, j] · ffn_e(x[m])`` with ``e = top_k_index[m, j]``, without a loop over experts.
 
@@ -63,6 +68,8 @@ def moe_ffn(
             the activation "quick_gelu" with a limit of 7 and an offset of 1.
         recompute: save only x and the routing for the backward pass, which recomputes the pre-activations. The default
             saves them.
+        precision: None, or "fp8" or a :class:`fusedlayers.Float8`: products, weight gradients excepted, run in 8 bits
+            where they can and where that is faster, else as with None; ``explain`` says which.
 
     Returns:
         ``[*B, M, K]`` in the dtype of x (under autocast: in autocast's dtype). float16, bfloat16 and float32 can run in
@@ -71,12 +78,12 @@ def moe_ffn(
     Raises:
         TypeError: an argument of the wrong type, a dtype that is not real floating or differs from that of x, an index
             that is no int32 or int64.
-        ValueError: shapes that do not fit together, tensors on different devices, an unknown activation or layout, a
-            number outside of its range, a limit or an offset without a gate.
+        ValueError: shapes that do not fit together, tensors on different devices, an unknown activation, layout or
+            ``precision``, a number outside of its range, a limit or an offset without a gate.
         RuntimeError: ``FUSEDLAYERS_BACKEND=triton`` or ``FUSEDLAYERS_STRICT=1`` where the kernels cannot run.
     """
     tensors = x, top_k_index, top_k_weights, w_up, w_down, w_gate, b_up, b_down, b_gate
-    return MOE_FFN.call(tensors, (activation, gate_and_up, transposed, limit, up_offset, recompute))
+    return MOE_FFN.call(tensors, (activation, gate_and_up, transposed, limit, up_offset, recompute, precision))
 
 
 class _MoeFFN(Operation):
@@ -88,17 +95,20 @@ class _MoeFFN(Operation):
     torch_takes_cast = True
 
     def check(self, tensors: Tensors, options: tuple[Any, ...]) -> tuple[Any, ...]:
-        activation, gate_and_up, transposed, limit, up_offset, recompute = options
+        activation, gate_and_up, transposed, limit, up_offset, recompute, precision = options
         w_gate, b_gate = tensors[5], tensors[8]
-        activation = canonical_activation(activation)
+        activation, precision = canonical_activation(activation), precision_word(precision)
         checked = checked_options(gate_and_up, transposed, limit, up_offset, recompute, gated=w_gate is not None)
         check_gate(gate_and_up, w_gate, b_gate)
         expert_shapes(gate_and_up, transposed).check(*tensors)
-        return activation, *checked
+        return activation, *checked, precision
+
+    def variant(self, options: tuple[Any, ...]) -> Operation:
+        return self if options[-1] is None else FLOAT8_MOE_FFN
 
     def problem(self, tensors: Tensors, options: tuple[Any, ...]) -> MoeProblem:
         x, top_k_index, _, w_up, w_down, w_gate, b_up, b_down, _ = tensors
-        activation, gate_and_up, transposed, limit, up_offset, recompute = options
+        activation, gate_and_up, transposed, limit, up_offset, recompute, _ = options
         return MoeProblem(
             M=math.prod(x.shape[:-1]),
             K=x.shape[-1],
@@ -116,7 +126,7 @@ class _MoeFFN(Operation):
         )
 
     def title(self, problem: MoeProblem, tensors: Tensors, options: tuple[Any, ...]) -> str:
-        _, _, _, limit, up_offset, _ = options
+        _, _, _, limit, up_offset, *_ = options
         gate = "x W_gateᵀ" + (" + b_gate" if problem.gated and problem.biased else "")
         up = "x W_upᵀ" + (" + b_up" if problem.biased else "")
         if limit is not None:
@@ -128,7 +138,7 @@ class _MoeFFN(Operation):
         return f"moe_ffn: y = Σ_j top_k_weights_j (({hidden}) {down}), act = {formula(problem.activation)}"
 
     def extras(self, options: tuple[Any, ...]) -> dict[str, Any]:
-        _, gate_and_up, transposed, limit, up_offset, _ = options
+        _, gate_and_up, transposed, limit, up_offset, *_ = options
         return {"gate_and_up": gate_and_up, "transposed": transposed, "limit": limit, "up_offset": up_offset}
 
     def details(self, plan: MoePlan, extras: dict[str, Any]) -> Arithmetic:
@@ -150,9 +160,9 @@ class _MoeFFN(Operation):
         return rows(x), index.reshape(-1).contiguous(), scores.reshape(-1).contiguous(), *experts
 
     def unread(self, call: Prepared, wanted: Sequence[bool]) -> Sequence[int]:
-        biases = [] if call.problem.recompute else [epilogue.B_UP, epilogue.B_GATE]
+        biases = [] if call.problem.recompute else [B_UP, B_GATE]
         # The gradient of top_k_weights needs the experts' results, which include b_down.
-        return biases if wanted[epilogue.SCORES] else [*biases, epilogue.B_DOWN]
+        return biases if wanted[SCORES] else [*biases, B_DOWN]
 
     def forward(self, call: Prepared, operands: Tensors, wanted: Sequence[bool]) -> tuple[Tensors, Tensors]:
         y, made = epilogue.forward(call, operands, any(wanted))
@@ -187,4 +197,16 @@ class _MoeFFN(Operation):
         return results.view(tensors[0].shape)
 
 
+class _Float8MoeFFN(Float8Operation, _MoeFFN):
+    """The experts in 8 bits."""
+
+    problem_type = Float8MoeProblem
+    weight_positions = (W_UP, W_DOWN, W_GATE)
+
+    @property
+    def plain(self) -> Operation:
+        return MOE_FFN
+
+
 MOE_FFN = _MoeFFN(moe_ffn)
+FLOAT8_MOE_FFN = _Float8MoeFFN(moe_ffn, "float8_")

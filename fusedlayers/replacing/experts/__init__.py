@@ -17,7 +17,7 @@ from ...planning import Device
 from ..activations import watched_options
 from ..reading.values import PLAIN
 from ..report import ALREADY_FUSED, Changes
-from ..saving import TOKENS, Facts, of_tokens, planned
+from ..saving import TOKENS, Facts, of_tokens, planned, precision_in_words
 from ..signatures import signature
 from ..swapping import OWN_FORWARD, ReplacedModule, fused_class
 from .formula import (
@@ -40,6 +40,7 @@ class FusedExperts(ReplacedModule):
 
     fused_ffn: ClassVar[ExpertsFFN]
     fused_recompute: ClassVar[Literal["auto"] | bool | int] = "auto"
+    fused_precision: ClassVar[str | None] = None
     # The names of the forward's arguments.
     fused_arguments: ClassVar[tuple[str, ...]]
     fused_watched = ("_apply_gate",)
@@ -56,7 +57,8 @@ class FusedExperts(ReplacedModule):
         """The arguments of ``functional.moe_ffn`` for these tokens, by name."""
         found = self.fused_ffn
         routed = {"x": hidden_states, "top_k_index": top_k_index, "top_k_weights": top_k_weights}
-        return routed | found.tensors(self) | dict(found.formula) | {"recompute": self.fused_recompute is True}
+        options = {"recompute": self.fused_recompute is True, "precision": self.fused_precision}
+        return routed | found.tensors(self) | dict(found.formula) | options
 
     def run_fused(self, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         given = [*args, *[kwargs[name] for name in self.fused_arguments[len(args) :] if name in kwargs]]
@@ -65,7 +67,8 @@ class FusedExperts(ReplacedModule):
         x, index, weights = given
         y = None
         if is_dynamo_compiling():
-            y = run_traced(self, self.traceable_experts(), x, index, weights, self.fused_recompute is True)
+            options = {"recompute": self.fused_recompute is True, "precision": self.fused_precision}
+            y = run_traced(self, self.traceable_experts(), x, index, weights, **options)
         elif reason := self.why_called(x, index, weights):
             say_once(self, reason, OWN_FORWARD)
         else:
@@ -100,7 +103,7 @@ def constants_of(module: nn.Module, found: ExpertsFFN) -> Constants:
 
 
 def run_traced(
-    module: Any, constants: Constants | None, x: Tensor, index: Tensor, weights: Tensor, recompute: bool
+    module: Any, constants: Constants | None, x: Tensor, index: Tensor, weights: Tensor, **choices: Any
 ) -> Tensor | None:
     """The result of the experts, traced by Dynamo; None if the original forward must run.
 
@@ -127,10 +130,12 @@ def run_traced(
         given[argument] = getattr(module, name)
         if type(given[argument]) not in _PLAIN:
             return None
-    return moe_ffn(x, index, weights, **given, **dict(formula), recompute=recompute).to(x.dtype)
+    return moe_ffn(x, index, weights, **given, **dict(formula), **choices).to(x.dtype)
 
 
-def replace_experts(model: nn.Module, recompute: Literal["auto"] | bool | int, changes: Changes) -> None:
+def replace_experts(
+    model: nn.Module, recompute: Literal["auto"] | bool | int, precision: str | None, changes: Changes
+) -> None:
     """Find mixture-of-experts modules, whose weights are stacked."""
     alike: dict[Hashable, ExpertsFFN | str] = {}
     for path, module in model.named_modules():
@@ -153,19 +158,33 @@ def replace_experts(model: nn.Module, recompute: Literal["auto"] | bool | int, c
             changes.skip(path, module, f"experts of a mixture: {ffn}", is_ffn_left=True)
             continue
         fused = fused_class(
-            FusedExperts, type(module), fused_ffn=ffn, fused_recompute=recompute, fused_arguments=tuple(arguments)
-        )
-        changes.change(path, module, fused, ffn.described(module), *_facts(module, ffn, recompute, changes.on))
+            FusedExperts, type(module), fused_ffn=ffn, fused_recompute=recompute, fused_precision=precision,
+            fused_arguments=tuple(arguments),
+        )  # fmt: skip
+        options: dict[str, Any] = {"recompute": recompute is True, "precision": precision}
+        text = ffn.described(module)
+        if precision is not None:
+            text += precision_in_words(MOE_FFN, changes.on, **_batch(module, ffn), **options)
+        changes.change(path, module, fused, text, *_facts(module, ffn, options, changes.on))
 
 
 @torch.enable_grad()
-def _facts(module: nn.Module, found: ExpertsFFN, recompute: Literal["auto"] | bool | int, on: Device | None) -> Facts:
-    """What the report says of experts; no bytes if the configuration does not give the experts per token."""
+def _batch(module: nn.Module, found: ExpertsFFN) -> dict[str, Any]:
+    """The tensors and the formula of a call with a training batch, by name."""
     width, chosen, weight = routing_of_experts(module, found)
-    index = of_tokens(chosen or 1, torch.int64, requires_grad=False)
-    routed = of_tokens(width, weight.dtype), index, of_tokens(chosen or 1, weight.dtype)
-    given = found.tensors(module) | dict(found.formula) | {"recompute": recompute is True}
-    batch = planned(MOE_FFN, on, weight.device, *routed, **given)
+    routed = {
+        "x": of_tokens(width, weight.dtype),
+        "top_k_index": of_tokens(chosen or 1, torch.int64, requires_grad=False),
+        "top_k_weights": of_tokens(chosen or 1, weight.dtype),
+    }
+    return found.tensors(module) | routed | dict(found.formula)
+
+
+@torch.enable_grad()
+def _facts(module: nn.Module, found: ExpertsFFN, options: dict[str, Any], on: Device | None) -> Facts:
+    """What the report says of experts; no bytes if the configuration does not give the experts per token."""
+    _, chosen, weight = routing_of_experts(module, found)
+    batch = planned(MOE_FFN, on, weight.device, **_batch(module, found), **options)
     theirs = 0 if chosen is None else batch.plan.problem.kept_by_torch(batch.device) // TOKENS
     return batch.facts((theirs, batch.plan.saved_bytes // TOKENS) if theirs else None)
 

@@ -39,7 +39,7 @@ def experts_forward(module: nn.Module, hidden_states: Tensor, top_k_index: Tenso
     x, index, weights = hidden_states, top_k_index, top_k_weights
     y = None
     if is_dynamo_compiling():
-        y = run_traced(module, _constants(module), x, index, weights, False) if _TAKES_MODULES else None
+        y = run_traced(module, _constants(module), x, index, weights) if _TAKES_MODULES else None
     else:
         found = _find(module)
         if isinstance(found, str):

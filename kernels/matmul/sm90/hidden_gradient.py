@@ -70,8 +70,8 @@ def _store_sums(sums_ptr, sums, column, N):
 
 
 @gluon.jit
-def _weights_of(weights_ptr, row):
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
+def _weights_of(weights_ptr, row, BITS: gl.constexpr):
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 256 // BITS])
     rows = row + gl.arange(0, HALF, gl.SliceLayout(1, layout))
     if weights_ptr is None:
         return gl.full([HALF], 1.0, gl.float32, rows.type.layout)
@@ -81,7 +81,7 @@ def _weights_of(weights_ptr, row):
 
 @gluon.jit
 def _store_quarter(
-    consumer: gl.constexpr, d_hidden, row, column, position, stored, sums, weights, weight_sums, given
+    consumer: gl.constexpr, d_hidden, row, column, expert, position, stored, sums, weights, weight_sums, given
 ):  # fmt: skip
     """Store the results of a quarter of a tile, and add its sums to ``sums``, or store them at once if gated.
 
@@ -103,7 +103,8 @@ def _store_quarter(
     if given.units_ptr is not None:
         units = of_columns(given.units_ptr, column, given.N, layout)
     if given.scales.rows_ptr is not None:
-        d_hidden = scaled(d_hidden, row, column, given.scales, given.scales.columns_ptr, None, 0, given.N)
+        first = expert * given.N
+        d_hidden = scaled(d_hidden, row, column, given.scales, given.scales.columns_ptr, None, first, given.N)
         if given.added_ptr is not None:
             d_hidden += _added(given, row, column, d_hidden)
     if WEIGHTED:
@@ -198,14 +199,15 @@ def _initial(given, row, column):
 def _prologue(tile, given):
     row, column, _ = tile
     top, bottom = _initial(given, row, column), _initial(given, row + HALF, column)
-    return top, bottom, (_weights_of(given.weights_ptr, row), _weights_of(given.weights_ptr, row + HALF))
+    weights = _weights_of(given.weights_ptr, row, given.BITS), _weights_of(given.weights_ptr, row + HALF, given.BITS)
+    return top, bottom, weights
 
 
 @gluon.jit
 def _epilogue(consumer: gl.constexpr, tile, top, bottom, weights, given, state):
-    first_row, column, _ = tile
+    first_row, column, expert = tile
     position, stored, left_sums, right_sums, no_left, no_right = state
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 256 // given.BITS])
     top_weights, bottom_weights = weights
     # A loop over the quarters, so that their code exists once: fetching the instructions of four copies took 22 of
     # 128 µs (16,384 × 512 × 2048 on an H100), and 142 of 258 with a gate and sums.
@@ -215,8 +217,9 @@ def _epilogue(consumer: gl.constexpr, tile, top, bottom, weights, given, state):
         weight_sums = gl.zeros([HALF], gl.float32, gl.SliceLayout(1, layout))
         for side in range(2):
             position, stored, sums, weight_sums = _store_quarter(
-                consumer, left, row, column + side * HALF, position, stored, left_sums, top_weights, weight_sums, given
-            )
+                consumer, left, row, column + side * HALF, expert, position, stored, left_sums, top_weights,
+                weight_sums, given,
+            )  # fmt: skip
             left, left_sums, right_sums = right, right_sums, sums
         if given.weight_sums_ptr is not None:
             row_ptr = given.weight_sums_ptr + (column // TILE).to(gl.int64) * given.M + row

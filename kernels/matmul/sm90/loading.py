@@ -46,12 +46,13 @@ def load_parts(ring, schedule, term, low_rank, steps, parts):
             for consumer in range(2):
                 index = first + consumer * programs
                 if index < tile_count(schedule):
-                    row, column, _ = tile_at(schedule, index)
+                    row, column, expert = tile_at(schedule, index)
+                    own = expert * schedule.weight_rows
                     if ring.low_rank is not None:
                         if part == 0:
                             position = load_term(ring.low_rank, low_rank, row, column, 0, position)
                     begin = part * steps * ring.STEP
-                    position = load_inner(ring, term, row, column, 0, begin, begin + steps * ring.STEP, position)
+                    position = load_inner(ring, term, row, column, own, begin, begin + steps * ring.STEP, position)
 
 
 @gluon.jit

@@ -29,12 +29,13 @@ def dense_launch(
     pipeline: EpiloguePipeline,
     constants: tuple[object, ...] = (),
     most_terms: int = 1,
+    free: tuple[object, ...] = (),
 ) -> Launch:
     """The launch of a persistent kernel for ``out`` ``[M, N]`` = ``Σ left @ right``, of terms with equal layouts.
 
     Its tensors are left ``[M, K]`` and right ``[K, N]`` of ``most_terms`` terms, None for absent ones, and the result;
-    its numbers K, N and the columns of tiles; its free numbers the rows of tiles and M; its constants whether right
-    operands are transposed, the pipeline's step, stages, slots and group, and ``constants``.
+    its numbers K, N and the columns of tiles; its free numbers the rows of tiles, M and ``free``; its constants whether
+    right operands are transposed, the pipeline's step, stages, slots and group, and ``constants``.
     """
     left, right = terms[0]
     tile_rows, tile_columns = ceil_div(out.rows, TILE.value), ceil_div(out.columns, TILE.value)
@@ -49,7 +50,7 @@ def dense_launch(
         kernel,
         min(tile_rows * tile_columns, pipeline.programs),
         (left.columns, out.columns, tile_columns),
-        (tile_rows, out.rows),
+        (tile_rows, out.rows, *free),
         (right.transposed, pipeline.step, pipeline.stages, pipeline.slots, pipeline.group, *constants),
         geometries=(*factors, *[None] * (2 * most_terms - len(factors)), out.geometry(HALF.value, HALF.value)),
     )

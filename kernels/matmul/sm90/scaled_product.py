@@ -14,7 +14,7 @@ from .loading import Term, load_parts
 from .pingpong import dense_launch, mma_parts, pingpong_ring
 from .ring import HALF, TILE, make_staging, tma_store, with_low_rank
 from .roles import warp_specialize
-from .schedules import dense_schedule
+from .schedules import make_schedule
 
 # Terms that the tensor cores sum up.
 PART = 2048
@@ -27,14 +27,15 @@ class _Product(Resource):
 
 @gluon.jit
 def _epilogue(consumer: gl.constexpr, tile, quarters, given, stored):
-    row, column, _ = tile
+    row, column, expert = tile
     left, right, lower_left, lower_right = quarters
     # Loops, so that the code of a quarter exists once: see the hidden's gradient.
     for half in range(2):
         for side in range(2):
             first_row, first = row + half * HALF, column + side * HALF
             value = scaled(
-                left, first_row, first, given.scales, given.scales.columns_ptr, given.bias_ptr, 0, given.columns
+                left, first_row, first, given.scales, given.scales.columns_ptr, given.bias_ptr, expert * given.columns,
+                given.columns,
             )  # fmt: skip
             stored = tma_store(consumer, given.out, first_row, first, value, given.staging, stored)
             left = right
@@ -49,17 +50,17 @@ def _consume(consumer: gl.constexpr, ring, schedule, steps, parts, given):
     tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["tile_rows", "rows"])
+@gluon.jit(do_not_specialize=["tile_rows", "rows", "experts"])
 def _sm90_scaled_product_kernel(
-    left_desc, right_desc, u_desc, b_desc, out_desc, bias_ptr, left_scale_ptr, right_scale_ptr, inner, columns,
-    tile_columns, tile_rows, rows,
+    left_desc, right_desc, u_desc, b_desc, out_desc, bias_ptr, left_scale_ptr, right_scale_ptr, tile_expert_ptr,
+    starts_ptr, inner, columns, tile_columns, tile_rows, rows, experts,
     RIGHT_TRANSPOSED: gl.constexpr, STEP: gl.constexpr, STAGES: gl.constexpr, SLOTS: gl.constexpr,
     GROUP: gl.constexpr, SCALE_STRIDES: gl.constexpr, PART_STEPS: gl.constexpr, RANK: gl.constexpr,
 ):  # fmt: skip
     # Parts of equal length, as many as needed.
     parts = gl.cdiv(gl.cdiv(inner, STEP), PART_STEPS)
     steps = gl.cdiv(gl.cdiv(inner, STEP), parts)
-    schedule = dense_schedule(tile_rows, tile_columns, GROUP, TILE)
+    schedule = make_schedule(tile_rows, tile_columns, GROUP, tile_expert_ptr, starts_ptr, experts[0], experts[1], TILE)
     ring = pingpong_ring(left_desc, right_desc, RIGHT_TRANSPOSED, STEP, STAGES)
     ring = with_low_rank(ring, u_desc, b_desc, RANK[0], RANK[1])
     given = _Product(
@@ -79,12 +80,18 @@ def _sm90_scaled_product_kernel(
 
 
 def prepare_scaled_product(
-    left: Matrix, right: Matrix, out: Matrix, pipeline: EpiloguePipeline, low_rank: tuple[Matrix, Matrix] | None = None
+    left: Matrix,
+    right: Matrix,
+    out: Matrix,
+    pipeline: EpiloguePipeline,
+    low_rank: tuple[Matrix, Matrix] | None = None,
+    experts: int = 0,
 ) -> Launch:
     """The launch for left ``[M, K]``, right ``[K, N]``, whose columns are contiguous, and their product ``[M, N]``.
 
-    Its tensors are left, right, those of a ``low_rank`` product of 16 bits, the result, the bias, and the scales of
-    left's rows and of right's columns.
+    Its tensors are left, right, those of a ``low_rank`` product of 16 bits, the result, the bias, the scales of left's
+    rows and of right's columns, the expert of each row of tiles, and the first row of each expert. With ``experts``,
+    rows are sorted by expert, and right stacks the weights of all experts.
     """
     rank = 0, 0
     terms = [(left, right)]
@@ -94,4 +101,5 @@ def prepare_scaled_product(
         # Whole steps, for fewer variants: TMA loads zeros beyond the end.
         rank = ceil_div(columns, step) * step, columns_of_step(columns, step)
     constants = (left.scale_stride, right.scale_stride), PART // pipeline.step, rank
-    return dense_launch(_sm90_scaled_product_kernel, terms, out, pipeline, constants, most_terms=2)
+    free = ((experts, right.step),)
+    return dense_launch(_sm90_scaled_product_kernel, terms, out, pipeline, constants, most_terms=2, free=free)

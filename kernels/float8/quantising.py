@@ -1,26 +1,14 @@
-"""8-bit values (e4m3) of a matrix and one float32 scale for each of its rows, or for each row of its transpose.
-
-The scale of a row ``x`` is the smallest power of two that is not below m / 448, with the row's absolute maximum m, and
-``values = x / scale``: 448 is the largest number of e4m3. Powers of two are exact factors, so a row can be given
-another scale later without a second rounding. A row that holds NaN or an infinity has the scale NaN or infinity, so
-that every product with it is NaN.
-
-A weight gradient sums over rows, whose scales differ: :func:`transposed_pair` moves the scales of both operands into
-the values of the left one, relative to the largest of their products, while it transposes both.
-
-Values are rounded to nearest even and saturate. They are written as integers of 8 bits: a conversion to e4m3 whose
-result changes its layout afterwards was miscompiled on Hopper (triton#11111).
-"""
+"""Quantising a matrix, by its rows or by those of its transpose."""
 
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from .device import tl, triton
-from .hopper import Scaled
-from .launching import Launch, ceil_div, layout_of, prepared, vector_unit
-from .tiles import assume_multiple, inverse, load_tile, load_vector, store_tile
+from ..device import tl, triton
+from ..hopper import Scaled
+from ..launching import Launch, ceil_div, layout_of, prepared, vector_unit
+from ..tiles import assume_multiple, inverse, load_tile, load_vector, store_tile
 
 E4M3 = torch.float8_e4m3fn
 LARGEST = 448.0
@@ -28,19 +16,12 @@ LARGEST = 448.0
 SMALLEST = 2.0**-100
 
 _LARGEST, _SMALLEST = tl.constexpr(LARGEST), tl.constexpr(SMALLEST)
-# Larger than the sum of two biased exponents.
-_NOT_FINITE = tl.constexpr(1000)
 # The longest block of a row that a program keeps in registers; longer rows are read twice.
 _LONGEST_BLOCK = 16384
 # Elements of a program with short rows, and of each warp of one with longer rows.
 _ELEMENTS, _OF_A_WARP = 4096, 1024
 # Tiles of the transposing kernels: rows and columns of the matrix. A row of the transpose gets 128 bytes at a time.
 _TILE_ROWS, _TILE_COLUMNS = 128, 64
-_TRANSPOSED_COLUMNS = 128
-# Rows of a transpose in 8 bits begin at multiples of so many bytes.
-_UNIT = 16
-# Scales that one program multiplies at once: it alone finds the largest product.
-_SCALES_AT_ONCE = 4096
 # Rows of one band, whose maxima one program finds.
 _BAND_ROWS = 512
 
@@ -77,7 +58,7 @@ def scales_of(largest):
 
 
 @triton.jit
-def _quantised(x, factor):
+def quantised(x, factor):
     """e4m3 values, as integers of 8 bits."""
     return (x.to(tl.float32) * factor).to(tl.float8e4nv).to(tl.int8, bitcast=True)
 
@@ -153,13 +134,14 @@ def _weighted_rows(x_ptr, weights_ptr, rows, cols, stride_m, stride_k, M, K):
 
 @triton.jit
 def _column_maxima_kernel(
-    x_ptr, weights_ptr, maxima_ptr, squares_ptr, stride_m, stride_k, M, K, BAND: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_K: tl.constexpr,
+    x_ptr, weights_ptr, maxima_ptr, squares_ptr, stride_e, stride_m, stride_k, M, K, BAND: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """The absolute maxima, and the sums of squares, of the columns in one band of rows, float32 ``[bands, K]``."""
-    columns = tl.cdiv(K, BLOCK_K)
+    """The absolute maxima, and the sums of squares, of the columns in one band of rows, float32 ``[E, bands, K]``."""
+    columns, bands = tl.cdiv(K, BLOCK_K), tl.cdiv(M, BAND)
     band, tile = tl.program_id(0) // columns, tl.program_id(0) % columns
-    first = band.to(tl.int64) * BAND
+    x_ptr += (band // bands).to(tl.int64) * stride_e
+    first = (band % bands).to(tl.int64) * BAND
     cols = tile * BLOCK_K + tl.arange(0, BLOCK_K)
     x = _weighted_rows(x_ptr, weights_ptr, first + tl.arange(0, BLOCK_M), cols, stride_m, stride_k, M, K)
     largest = _magnitude(x)
@@ -176,68 +158,27 @@ def _column_maxima_kernel(
 
 @triton.jit
 def _quantise_transposed_kernel(
-    x_ptr, weights_ptr, largest_ptr, values_ptr, scales_ptr, stride_m, stride_k, stride_values, M, K,
+    x_ptr, weights_ptr, largest_ptr, values_ptr, scales_ptr, stride_e, stride_m, stride_k, stride_values, M, K,
     BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """The transpose ``[K, M]`` of x, whose columns have these maxima; the first program of a column stores scales."""
-    columns = tl.cdiv(K, BLOCK_K)
+    """The transposes ``[E, K, M]`` of x, whose columns have these maxima ``[E, K]``.
+
+    The first program of a column stores its scale.
+    """
+    columns, bands = tl.cdiv(K, BLOCK_K), tl.cdiv(M, BLOCK_M)
     band, tile = tl.program_id(0) // columns, tl.program_id(0) % columns
+    entry, band = (band // bands).to(tl.int64), band % bands
+    x_ptr += entry * stride_e
+    values_ptr += entry * K * stride_values
+    largest_ptr += entry * K
+    scales_ptr += entry * K
     rows = band.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     cols = tile * BLOCK_K + tl.arange(0, BLOCK_K)
     scale, factor = scales_of(load_vector(largest_ptr, cols, 1, K))
     x = _weighted_rows(x_ptr, weights_ptr, rows, cols, stride_m, stride_k, M, K)
-    store_tile(values_ptr, tl.trans(_quantised(x, factor[None, :])), cols, rows, stride_values, 1, K, M)
+    store_tile(values_ptr, tl.trans(quantised(x, factor[None, :])), cols, rows, stride_values, 1, K, M)
     if band == 0:
         tl.store(scales_ptr + cols, scale, mask=cols < K)
-
-
-@triton.jit
-def _exponents(left_ptr, right_ptr, rows, M):
-    """The sums of the biased exponents of two powers of two for each row; larger than any if one is not finite."""
-    left = load_vector(left_ptr, rows, 1, M).to(tl.int32, bitcast=True) >> 23
-    right = load_vector(right_ptr, rows, 1, M).to(tl.int32, bitcast=True) >> 23
-    return tl.where((left == 255) | (right == 255), _NOT_FINITE, left + right)
-
-
-@triton.jit
-def _combine_scales_kernel(left_ptr, right_ptr, factors_ptr, largest_ptr, M, BLOCK: tl.constexpr):
-    """Products of two scales of each row, relative to the largest of them, which is stored in front of a 1."""
-    rows = tl.arange(0, BLOCK)
-    sums = _exponents(left_ptr, right_ptr, rows, M)
-    for first in tl.range(BLOCK, M, BLOCK):
-        sums = tl.maximum(sums, _exponents(left_ptr, right_ptr, first + rows, M))
-    most = tl.max(sums, 0)
-    # Beyond the range of float32 lies 0 or infinity, as the weight gradient does.
-    largest = tl.minimum(tl.maximum(most - 127, 0), 255) << 23
-    largest = tl.where(most == _NOT_FINITE, 0x7FC00000, largest)
-    tl.store(largest_ptr, largest.to(tl.float32, bitcast=True))
-    tl.store(largest_ptr + 1, 1.0)
-    for first in tl.range(0, M, BLOCK):
-        sums = _exponents(left_ptr, right_ptr, first + rows, M)
-        factors = tl.maximum(sums - most + 127, 0) << 23
-        tl.store(factors_ptr + first + rows, factors.to(tl.float32, bitcast=True), mask=first + rows < M)
-
-
-@triton.jit
-def _transpose_kernel(
-    x_ptr, factors_ptr, values_ptr, stride_x, stride_values, M, K, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
-    UNIT: tl.constexpr,
-):  # fmt: skip
-    """The transpose ``[K, M]`` of 8-bit values, times factors of rows if there are any, or of numbers over scales."""
-    stride_x, stride_values = assume_multiple(stride_x, UNIT), assume_multiple(stride_values, UNIT)
-    columns = tl.cdiv(K, BLOCK_K)
-    band, tile = tl.program_id(0) // columns, tl.program_id(0) % columns
-    rows = band.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
-    cols = tile * BLOCK_K + tl.arange(0, BLOCK_K)
-    x = load_tile(x_ptr, rows, cols, stride_x, 1, M, K)
-    if factors_ptr is not None:
-        factors = tl.load(factors_ptr + rows, mask=rows < M, other=1.0)
-        if x_ptr.dtype.element_ty == tl.int8:
-            x = x.to(tl.float8e4nv, bitcast=True)
-        else:
-            factors = inverse(factors)
-        x = _quantised(x, factors[:, None])
-    store_tile(values_ptr, tl.trans(x), cols, rows, stride_values, 1, K, M)
 
 
 def quantise_rows(
@@ -298,24 +239,26 @@ def quantise_transposed(
 
     With ``other``, of the same shape and dtype, both transposes lie side by side: ``[K, 2 M]``. Any strides. With
     float32 ``weights`` ``[1 or 2, M]`` the rows of x and of ``other`` are multiplied by them first. ``norms`` ``[K]``
-    receives the Euclidean norms of the result's rows in float32.
+    receives the Euclidean norms of the result's rows in float32. Without both, x may be a batch ``[E, M, K]``, of which
+    each matrix is transposed.
     """
-    rows, columns = x.shape
+    *batch, rows, columns = x.shape
     given = [x] if other is None else [x, other]
-    found = Scaled(x.new_empty(columns, rows * len(given), dtype=E4M3), x.new_empty(columns, dtype=torch.float32))
+    wide = rows * len(given)
+    found = Scaled(x.new_empty(*batch, columns, wide, dtype=E4M3), x.new_empty(*batch, columns, dtype=torch.float32))
     bands = ceil_div(rows, _BAND_ROWS)
-    partial = x.new_empty(1 if norms is None else 2, len(given), bands, columns, dtype=torch.float32)
+    partial = x.new_empty(1 if norms is None else 2, len(given), *batch, bands, columns, dtype=torch.float32)
     of_rows: Sequence[torch.Tensor | None] = (None, None) if weights is None else weights.unbind()
     for place, each in enumerate(given):
         squares = None if norms is None else partial[1, place]
         launch = _prepared_maxima(each, of_rows[place], squares, ready)
         launch((each, of_rows[place], partial[0, place], squares))
-    largest = partial[0].amax((0, 1))
+    largest = partial[0].amax((0, -2))
     if norms is not None:
         torch.sum(partial[1], (0, 1), out=norms).sqrt_()
     values = found.values.view(torch.int8)
     for place, each in enumerate(given):
-        part = values[:, place * rows : (place + 1) * rows]
+        part = values[..., place * rows : (place + 1) * rows]
         launch = _prepared_transposed(each, of_rows[place], part, ready)
         launch((each, of_rows[place], largest, part, found.scale))
     return found
@@ -334,65 +277,31 @@ def column_norms(x: torch.Tensor, other: torch.Tensor, ready: dict[Any, Any] | N
 def _prepared_maxima(
     x: torch.Tensor, weights: torch.Tensor | None, squares: torch.Tensor | None, ready: dict[Any, Any] | None
 ) -> Launch:
-    (rows, columns), block_rows = x.shape, _TILE_ROWS // 2
+    (entries, strides), (rows, columns), block_rows = _batch(x), x.shape[-2:], _TILE_ROWS // 2
 
     def prepare() -> Launch:
-        programs = ceil_div(rows, _BAND_ROWS) * ceil_div(columns, _TILE_COLUMNS)
-        numbers = (*x.stride(), rows, columns)
+        programs = entries * ceil_div(rows, _BAND_ROWS) * ceil_div(columns, _TILE_COLUMNS)
+        numbers = (*strides, rows, columns)
         return Launch(_column_maxima_kernel, programs, numbers, (), (_BAND_ROWS, block_rows, _TILE_COLUMNS), 4)
 
-    name = "column maxima", rows, columns, layout_of(x), weights is None, squares is None
+    name = "column maxima", *x.shape, layout_of(x), weights is None, squares is None
     return prepared(ready, name, prepare)
 
 
 def _prepared_transposed(
     x: torch.Tensor, weights: torch.Tensor | None, values: torch.Tensor, ready: dict[Any, Any] | None
 ) -> Launch:
-    rows, columns = x.shape
+    (entries, strides), (rows, columns) = _batch(x), x.shape[-2:]
 
     def prepare() -> Launch:
-        programs = ceil_div(rows, _TILE_ROWS) * ceil_div(columns, _TILE_COLUMNS)
-        numbers = (*x.stride(), values.stride(0), rows, columns)
+        programs = entries * ceil_div(rows, _TILE_ROWS) * ceil_div(columns, _TILE_COLUMNS)
+        numbers = (*strides, values.stride(-2), rows, columns)
         return Launch(_quantise_transposed_kernel, programs, numbers, (), (_TILE_ROWS, _TILE_COLUMNS), 4)
 
-    name = "quantised transpose", rows, columns, layout_of(x), layout_of(values), weights is None
+    name = "quantised transpose", *x.shape, layout_of(x), layout_of(values), weights is None
     return prepared(ready, name, prepare)
 
 
-def transposed_pair(
-    left: Scaled, right: torch.Tensor, right_scale: torch.Tensor, ready: dict[Any, Any] | None = None
-) -> tuple[Scaled, Scaled]:
-    """Both operands of ``leftᵀ right``, transposed, in 8 bits: ``[M, N]`` -> ``[N, M]``, and ``[M, K]`` -> ``[K, M]``.
-
-    ``right`` are 16-bit numbers, or values in 8 bits, with contiguous rows, and ``right_scale`` the scales ``[M]`` of
-    these rows in 8 bits. The result of left has one scale, that of right is 1. Rows of both results begin at multiples
-    of 16 bytes.
-    """
-    rows, device = right.shape[0], right.device
-    factors, largest = (torch.empty(size, dtype=torch.float32, device=device) for size in (rows, 2))
-
-    def prepare() -> Launch:
-        return Launch(_combine_scales_kernel, 1, (rows,), (), (_SCALES_AT_ONCE,), 8)
-
-    prepared(ready, ("combined scales", rows), prepare)((left.scale, right_scale, factors, largest))
-    right_factors = None if right.dtype == E4M3 else right_scale
-    return (
-        Scaled(_transposed(left.values, factors, ready), largest[0]),
-        Scaled(_transposed(right, right_factors, ready), largest[1]),
-    )
-
-
-def _transposed(x: torch.Tensor, factors: torch.Tensor | None, ready: dict[Any, Any] | None) -> torch.Tensor:
-    x = x.view(torch.int8) if x.dtype == E4M3 else x
-    rows, columns = x.shape
-    stride = ceil_div(rows, _UNIT) * _UNIT
-    values = x.new_empty(columns, stride, dtype=torch.int8)
-
-    def prepare() -> Launch:
-        programs = ceil_div(rows, _TILE_ROWS) * ceil_div(columns, _TRANSPOSED_COLUMNS)
-        tile = _TILE_ROWS, _TRANSPOSED_COLUMNS, vector_unit(x, x.stride(0), columns)
-        return Launch(_transpose_kernel, programs, (x.stride(0), stride, rows, columns), (), tile, 4)
-
-    name = "transposed", rows, columns, x.dtype, layout_of(x), factors is None
-    prepared(ready, name, prepare)((x, factors, values))
-    return values.view(E4M3)[:, :rows]
+def _batch(x: torch.Tensor) -> tuple[int, tuple[int, ...]]:
+    """The number of matrices, and the strides of a batch of them."""
+    return (x.shape[0], x.stride()) if x.dim() == 3 else (1, (0, *x.stride()))
