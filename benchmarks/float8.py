@@ -2,6 +2,8 @@
 
     python -m benchmarks.float8                   all layers
     python -m benchmarks.float8 --seconds 5       timed for longer
+    python -m benchmarks.float8 --layers experts  only those
+    python -m benchmarks.float8 --forced          8 bits also where auto mode would not take them
 
 *Separate* is ``torch._scaled_mm`` with scales of rows, and torch.compile of all else. *torchao* is torchao's float8
 training, compiled in the same way, if it is installed (``pip install torchao``). Of its two recipes with scales of rows
@@ -89,7 +91,7 @@ def measured(layer: Layer, direction: str, clock: Clock, device: torch.device, s
     torch._dynamo.reset()
     torch.manual_seed(seed)
     backward = direction == FORWARD_BACKWARD
-    tokens, columns, hidden = layer.shape
+    tokens, columns, hidden, *_ = layer.shape
     x = torch.randn(tokens, columns, device=device, dtype=torch.bfloat16, requires_grad=backward)
     upstream = torch.randn(tokens, columns if layer.activation else hidden, device=device, dtype=torch.bfloat16)
     steps = {name: _step(name, each, x, upstream) for name, each in contenders(layer, device, backward).items()}
@@ -273,6 +275,10 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--seconds", type=positive, default=2.0, help="timing per layer, pass and kind, beside warm-up (default: 2)"
     )
+    parser.add_argument("--layers", default="", metavar="TEXT", help="only those whose title contains this")
+    parser.add_argument(
+        "--forced", action="store_true", help="8 bits wherever they are possible, and kernels for those in bf16, too"
+    )
     add_record_options(parser)
     return parser
 
@@ -285,6 +291,10 @@ def main(arguments: list[str] | None = None) -> int:
 def _run(chosen: argparse.Namespace, words: list[str]) -> int:
     if chosen.dtype not in (None, "bf16"):
         raise ValueError(f"argument --dtype: {chosen.dtype}: expected bf16, which torch._scaled_mm returns")
+    layers = [layer for layer in LAYERS if chosen.layers in layer.title]
+    if not layers:
+        titles = "; ".join(dict.fromkeys(layer.title for layer in LAYERS))
+        raise ValueError(f"argument --layers: {chosen.layers}: expected a part of one of these: {titles}")
     device = chosen_gpu(chosen, "products in 8 bits are timed beside torch")
     path = record_path(chosen.output, "float8", "bf16", device)
     clock, started, right = clock_for(device), time.perf_counter(), True
@@ -293,14 +303,15 @@ def _run(chosen: argparse.Namespace, words: list[str]) -> int:
     if not libraries:
         print(f"skip   {TORCHAO}: it is not installed: pip install torchao")
     record = records.new_record(words, device, method, chosen.commit, libraries)
-    for layer in LAYERS:
+    switches = AUTO_SWITCHES | ({"FUSEDLAYERS_BACKEND": "triton"} if chosen.forced else {})
+    for layer in layers:
         for direction in (FORWARD, FORWARD_BACKWARD):
             label = f"{layer.title} {shape_text(layer.shape)} {direction}"
             if chosen.budget is not None and time.perf_counter() - started > chosen.budget:
                 print(f"skip   {label}: the budget of {chosen.budget:g} s was spent")
                 continue
             try:
-                with torch.cuda.device(device), switched(AUTO_SWITCHES):
+                with torch.cuda.device(device), switched(switches):
                     row = measured(layer, direction, clock, device, chosen.seconds, chosen.seed)
             except ValueError as error:
                 right = False
@@ -311,7 +322,7 @@ def _run(chosen: argparse.Namespace, words: list[str]) -> int:
                 torch.cuda.empty_cache()
             seconds = row["compilation"]
             compiled = [f"{name} {seconds[name]:.1f} s" for name in (COMPILED, *_PEERS) if name in seconds]
-            print(f"timed  {label} (compilation: {', '.join(compiled)})", flush=True)
+            print(f"timed  {label}" + (f" (compilation: {', '.join(compiled)})" if compiled else ""), flush=True)
             record["rows"].append(row)
             records.write(record, path)
     records.finish(record, path)

@@ -10,7 +10,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fusedlayers import FusedFFN, SplitKLinear
-from fusedlayers.functional import lora_ffn
+from fusedlayers.bench.cases.moe_ffn import CASE as EXPERTS
+from fusedlayers.functional import lora_ffn, moe_ffn
+from fusedlayers.modules.moe import ExpertWeights
 
 TORCH, COMPILED = "torch", "torch.compile"
 SEPARATE, TORCHAO = "separate", "torchao"
@@ -43,15 +45,52 @@ class AdaptedFFN(FusedFFN):
         )  # fmt: skip
 
 
+class Experts(nn.Module):
+    """Gated experts in bf16, with a routing that is random and always the same."""
+
+    def __init__(self, shape: tuple[int, ...], activation: str, precision: str | None, device: torch.device) -> None:
+        super().__init__()
+        tokens, columns, hidden, experts, k = shape
+        self.weights = ExpertWeights(
+            columns, hidden, experts, gated=True, bias=False, device=device, dtype=torch.bfloat16
+        )
+        logits = torch.randn(tokens, experts, generator=torch.Generator().manual_seed(0)).to(device)
+        scores, self.index = logits.softmax(-1).topk(k, -1)
+        self.scores = scores.bfloat16()
+        self.activation, self.precision = activation, precision
+
+    def arguments(self) -> dict[str, Any]:
+        """The arguments of the functional call after x, but for the precision."""
+        routing = {"top_k_index": self.index, "top_k_weights": self.scores, "activation": self.activation}
+        return routing | self.weights.arguments()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return moe_ffn(x, **self.arguments(), precision=self.precision)
+
+
+class PlainExperts(nn.Module):
+    """The same experts through torch's grouped products."""
+
+    def __init__(self, ours: Experts) -> None:
+        super().__init__()
+        self.ours = ours
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = EXPERTS.torch_expression(x, **self.ours.arguments())
+        return found
+
+
 class Layer(NamedTuple):
     """A layer of the sizes M, K, N; without an activation a linear one, and with a ``rank`` one of frozen weights.
+
+    Experts have two sizes more: how many there are, and how many a token has.
 
     ``recipe`` is torchao's name of what auto mode does: weight gradients from operands in 8 bits are ``rowwise``, from
     operands in 16 bits ``rowwise_with_gw_hp``. Without weight gradients both are the same, but for a weight's scales.
     """
 
     title: str
-    shape: tuple[int, int, int]
+    shape: tuple[int, ...]
     activation: str = ""
     gated: bool = False
     rank: int = 0
@@ -60,7 +99,9 @@ class Layer(NamedTuple):
     def ours(self, precision: str | None, device: torch.device) -> nn.Module:
         """The layer in bf16, with other weights every time."""
         options: dict[str, Any] = {"bias": False, "device": device, "dtype": torch.bfloat16, "precision": precision}
-        _, columns, hidden = self.shape
+        _, columns, hidden, *experts = self.shape
+        if experts:
+            return Experts(self.shape, self.activation, precision, device)
         if not self.activation:
             return SplitKLinear(columns, hidden, **options)
         options |= {"activation": self.activation, "gated": self.gated}
@@ -75,6 +116,8 @@ LAYERS = (
     Layer("gated FFN, silu, LoRA", (8192, 4096, 14336), "silu", gated=True, rank=16),
     Layer("linear", (16384, 2048, 2048), recipe="rowwise_with_gw_hp"),
     Layer("linear", (8192, 4096, 4096)),
+    Layer("gated experts, silu", (16384, 2048, 768, 128, 8), "silu", gated=True),
+    Layer("gated experts, silu", (8192, 4096, 14336, 8, 2), "silu", gated=True),
 )
 
 
@@ -165,13 +208,19 @@ def converted(plain: Plain, recipe: str) -> Plain:
 
 
 def contenders(layer: Layer, device: torch.device, backward: bool) -> dict[str, nn.Module]:
-    """Each by its name, all with the same weights; without gradients no quantised weight is kept."""
+    """Each by its name, all with the same weights; without gradients no quantised weight is kept.
+
+    Of experts torch has no product in 8 bits with gradients, and the results of ``bench moe_ffn`` have torch.compile's.
+    """
     ours, narrow = layer.ours(None, device), layer.ours("fp8", device)
     narrow.load_state_dict(ours.state_dict())
+    mine = {BF16: ours, FP8: narrow} | ({KEPT: narrow} if backward else {})
+    if isinstance(ours, Experts):
+        return {TORCH: PlainExperts(ours)} | mine
     plain = {COMPILED: Plain(ours), SEPARATE: Plain(ours, ScaledLinear)}
     if has_torchao():
         plain[TORCHAO] = converted(Plain(ours), layer.recipe)
     compiled: dict[str, Any] = {
         name: torch.compile(each, fullgraph=True, dynamic=False) for name, each in plain.items()
     }
-    return {TORCH: Plain(ours)} | compiled | {BF16: ours, FP8: narrow} | ({KEPT: narrow} if backward else {})
+    return {TORCH: Plain(ours)} | compiled | mine

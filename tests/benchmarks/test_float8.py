@@ -40,6 +40,7 @@ SMALL = (
     Layer("FFN", (64, 32, 48), "silu", True),
     Layer("FFN, LoRA", (64, 32, 48), "silu", True, 8),
 )
+EXPERTS = Layer("experts", (64, 32, 48, 4, 2), "silu", True)
 
 
 def times(**medians: float) -> dict[str, Any]:
@@ -118,14 +119,16 @@ def eagerly(module: nn.Module, **options: object) -> nn.Module:
     return module
 
 
-@pytest.mark.parametrize("layer", SMALL, ids=[layer.title for layer in SMALL])
+@pytest.mark.parametrize("layer", [*SMALL, EXPERTS], ids=[layer.title for layer in (*SMALL, EXPERTS)])
 @pytest.mark.parametrize("direction", ["forward", "forward_backward"])
 def test_a_row_without_a_gpu(layer: Layer, direction: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Others' quantisation is right, too; and what is measured can be written and shown."""
     monkeypatch.setattr(torch, "compile", eagerly)
     row = float8.measured(layer, direction, Clock(), CPU, 0.01, seed=0)
     # A weight is kept for the backward pass alone.
-    names = [TORCH, COMPILED, SEPARATE, *PEERS_HERE, BF16, FP8] + [KEPT] * (direction == "forward_backward")
+    peers = [] if layer is EXPERTS else [SEPARATE, *PEERS_HERE]
+    compiled = [] if layer is EXPERTS else [COMPILED]
+    names = [TORCH, *compiled, *peers, BF16, FP8] + [KEPT] * (direction == "forward_backward")
     assert list(row["launched"]) == names
     assert all(
         found["first_quartile"] <= found["median"] <= found["third_quartile"] for found in row["launched"].values()
@@ -133,7 +136,7 @@ def test_a_row_without_a_gpu(layer: Layer, direction: str, monkeypatch: pytest.M
     assert row["replayed"] == {}
     assert row["paths"] == {"launched": {BF16: "torch", FP8: "torch"}, "replayed": {}}
     assert row["noise"][FP8] is None
-    assert all(row["noise"][name] > 20 for name in (SEPARATE, *PEERS_HERE))
+    assert all(row["noise"][name] > 20 for name in peers)
     found = records.new_record([], CPU, {}, "0123456789ab") | {"rows": [row]}
     records.write(found, tmp_path / "record.json")
     assert float8.markdown(records.read(tmp_path / "record.json")) == float8.markdown(found)
@@ -168,7 +171,7 @@ def test_where_torchao_is_installed_it_takes_part(monkeypatch: pytest.MonkeyPatc
     assert recipes == ["rowwise_with_gw_hp"]
 
 
-@pytest.mark.parametrize("layer", [layer for layer in LAYERS if not layer.rank])
+@pytest.mark.parametrize("layer", [layer for layer in LAYERS if not layer.rank and len(layer.shape) == 3])
 def test_torchao_computes_weight_gradients_of_as_many_bits_as_auto_mode(layer: Layer) -> None:
     x = torch.empty(layer.shape[:2], dtype=torch.bfloat16, device="meta", requires_grad=True)
     # Launched one by one, some of these layers run in 16 bits.
@@ -214,6 +217,8 @@ def test_a_wrong_row_is_left_out_of_the_record(
     found = json.loads((tmp_path / "float8.json").read_text())
     assert len(found["rows"]) == 2 * (len(LAYERS) - 1)
     assert found["finished"]
+    assert float8.main(["--layers", "experts"]) == 0
+    assert capsys.readouterr().out.count("timed  gated experts, silu") == 4
 
 
 def test_what_never_stops_compiling_is_refused() -> None:
@@ -226,14 +231,17 @@ def test_what_never_stops_compiling_is_refused() -> None:
 
 
 def test_the_layers_are_those_of_models() -> None:
-    assert all(size % 16 == 0 for layer in LAYERS for size in layer.shape)
-    assert len({(layer.title, layer.shape) for layer in LAYERS}) == len(LAYERS) == 7
+    assert all(size % 16 == 0 for layer in LAYERS for size in layer.shape[:3])
+    assert len({(layer.title, layer.shape) for layer in LAYERS}) == len(LAYERS) == 9
 
 
 def test_what_it_cannot_do_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         float8.main(["--dtype", "fp16"])
     assert "argument --dtype: fp16: expected bf16" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        float8.main(["--layers", "convolution"])
+    assert "argument --layers: convolution: expected a part of one of these: FFN, gelu; " in capsys.readouterr().err
 
 
 def test_without_a_gpu_it_says_so(
