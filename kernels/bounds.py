@@ -32,17 +32,14 @@ from typing import Any
 import torch
 
 from .device import tl, triton
-from .float8 import scales_of
+from .float8 import column_programs, scales_of
 from .hopper import Scaled
-from .launching import Launch, ceil_div, prepared
-from .tiles import inverse, load_vector
+from .launching import Launch, ceil_div, layout_of, prepared
+from .tiles import inverse, load_tile, load_vector
 
 # At least the largest slope of any activation that is bounded.
 MOST_SLOPE = 1.13
-# The range of the numbers of channels.
-_CHANNELS = 2.0**-40, 2.0**40
-_EXPONENT_BITS = 0x7F800000
-# Norms of units are limited to this range, so that no product with them leaves that of float32.
+# Numbers of channels and norms of units are limited to this range, so that no product with them leaves that of float32.
 _LEAST, _MOST = tl.constexpr(2.0**-40), tl.constexpr(2.0**40)
 _LARGEST = tl.constexpr(3.4e38)
 # A bound may be larger than any float32, though no number that it bounds is.
@@ -83,6 +80,30 @@ def _inverse_norms(norms_ptr, bias_ptr, cols, N):
     # Not tl.minimum and tl.maximum, which drop NaN.
     norms = tl.where(norms < _LEAST, _LEAST, norms)
     return _cut(inverse(tl.where(norms > _MOST, _MOST, norms)))
+
+
+@triton.jit
+def _squares(x_ptr, rows, cols, stride_n, stride_k, N, K):
+    x = load_tile(x_ptr, rows, cols, stride_n, stride_k, N, K).to(tl.float32)
+    return x * x
+
+
+@triton.jit
+def _channel_numbers_kernel(
+    up_ptr, gate_ptr, table_ptr, stride_up_n, stride_up_k, stride_gate_n, stride_gate_k, N, K, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    rows, cols = tl.arange(0, BLOCK_N), tl.program_id(0) * BLOCK_K + tl.arange(0, BLOCK_K)
+    squares = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
+    for first in tl.range(0, N, BLOCK_N):
+        squares += _squares(up_ptr, first + rows, cols, stride_up_n, stride_up_k, N, K)
+        squares += _squares(gate_ptr, first + rows, cols, stride_gate_n, stride_gate_k, N, K)
+    norms = tl.sqrt_rn(tl.sum(squares, 0))
+    # Without the mantissa, NaN counts as infinity.
+    numbers = (norms.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+    numbers = tl.minimum(tl.maximum(numbers, _LEAST), _MOST)
+    tl.store(table_ptr + cols, numbers, mask=cols < K)
+    tl.store(table_ptr + K + cols, inverse(numbers), mask=cols < K)
 
 
 @triton.jit
@@ -145,13 +166,22 @@ def _gradient_rows_kernel(scale_ptr, norms_ptr, other_ptr, table_ptr, M, factor,
     tl.store(table_ptr + M + rows, scale, mask=rows < M)
 
 
-def channel_numbers(norms: torch.Tensor) -> torch.Tensor:
-    """The numbers of channels, of the norms ``[K]`` of the weights' columns, in place.
+def channel_numbers(w_up: torch.Tensor, w_gate: torch.Tensor, ready: dict[Any, Any] | None = None) -> torch.Tensor:
+    """``[2, K]``: the numbers of channels, and their inverses, of weights ``[N, K]`` of any strides.
 
     They are powers of two: nothing that they multiply is rounded.
     """
-    norms.view(torch.int32).bitwise_and_(_EXPONENT_BITS)
-    return norms.clamp_(*_CHANNELS)
+    rows, columns = w_up.shape
+    table = w_up.new_empty(2, columns, dtype=torch.float32)
+
+    def prepare() -> Launch:
+        programs, tile = column_programs(1, columns)
+        numbers = (*w_up.stride(), *w_gate.stride(), rows, columns)
+        return Launch(_channel_numbers_kernel, programs, numbers, (), tile, 8)
+
+    name = "channel numbers", rows, columns, layout_of(w_up), layout_of(w_gate)
+    prepared(ready, name, prepare)((w_up, w_gate, table))
+    return table
 
 
 def unit_table(

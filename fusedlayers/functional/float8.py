@@ -22,7 +22,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ..kernels import gemm_epilogue as kernels
 from ..kernels.bounds import channel_numbers, gradient_units, unit_table
-from ..kernels.float8 import column_norms, quantise_rows, quantise_transposed, transposed_pair
+from ..kernels.float8 import quantise_rows, quantise_transposed, transposed_pair
 from ..kernels.hopper import Scaled
 from ..kernels.torch_internals import is_capturing
 from ..kernels.tuning import EpiloguePipeline
@@ -224,8 +224,7 @@ def ffn_weights(
         if w_gate is None:
             up = _quantised_rows(w_up, call.ready, norms=norms[0]), norms[0]
         else:
-            channels = channel_numbers(column_norms(w_up, w_gate, call.ready))
-            inverses = channels.reciprocal()
+            channels, inverses = channel_numbers(w_up, w_gate, call.ready)
             up, gate = (
                 (quantised(weight, call.ready, of_rows, inverses), of_rows)
                 for weight, of_rows in zip((w_up, w_gate), norms, strict=True)

@@ -14,14 +14,14 @@ result changes its layout afterwards was miscompiled on Hopper (triton#11111).
 
 from ..hopper import Scaled
 from .pairs import transposed_pair
-from .quantising import E4M3, LARGEST, SMALLEST, column_norms, quantise_rows, quantise_transposed, scales_of
+from .quantising import E4M3, LARGEST, SMALLEST, column_programs, quantise_rows, quantise_transposed, scales_of
 
 __all__ = [
     "E4M3",
     "LARGEST",
     "SMALLEST",
     "Scaled",
-    "column_norms",
+    "column_programs",
     "quantise_rows",
     "quantise_transposed",
     "scales_of",

@@ -1,6 +1,5 @@
 """Quantising a matrix, by its rows or by those of its transpose."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -20,10 +19,9 @@ _LARGEST, _SMALLEST = tl.constexpr(LARGEST), tl.constexpr(SMALLEST)
 _LONGEST_BLOCK = 16384
 # Elements of a program with short rows, and of each warp of one with longer rows.
 _ELEMENTS, _OF_A_WARP = 4096, 1024
-# Tiles of the transposing kernels: rows and columns of the matrix. A row of the transpose gets 128 bytes at a time.
-_TILE_ROWS, _TILE_COLUMNS = 128, 64
-# Rows of one band, whose maxima one program finds.
-_BAND_ROWS = 512
+# Elements of the tiles that a transposing program reads, the columns of the matrix that such a tile may have, and how
+# many programs are enough. Fewer columns give more programs; 16 of 2 bytes are a sector of the cache.
+_TILE_ELEMENTS, _TILE_COLUMNS, _ENOUGH_PROGRAMS = 16384, (64, 32, 16), 128
 
 
 @triton.jit
@@ -133,52 +131,67 @@ def _weighted_rows(x_ptr, weights_ptr, rows, cols, stride_m, stride_k, M, K):
 
 
 @triton.jit
-def _column_maxima_kernel(
-    x_ptr, weights_ptr, maxima_ptr, squares_ptr, stride_e, stride_m, stride_k, M, K, BAND: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
-):  # fmt: skip
-    """The absolute maxima, and the sums of squares, of the columns in one band of rows, float32 ``[E, bands, K]``."""
-    columns, bands = tl.cdiv(K, BLOCK_K), tl.cdiv(M, BAND)
-    band, tile = tl.program_id(0) // columns, tl.program_id(0) % columns
-    x_ptr += (band // bands).to(tl.int64) * stride_e
-    first = (band % bands).to(tl.int64) * BAND
-    cols = tile * BLOCK_K + tl.arange(0, BLOCK_K)
-    x = _weighted_rows(x_ptr, weights_ptr, first + tl.arange(0, BLOCK_M), cols, stride_m, stride_k, M, K)
+def _column_maxima(x_ptr, weights_ptr, cols, stride_m, stride_k, M, K, BLOCK_M: tl.constexpr):
+    """The absolute maxima of columns, as the :func:`_magnitude` of float32."""
+    rows = tl.arange(0, BLOCK_M)
+    x = _weighted_rows(x_ptr, weights_ptr, rows, cols, stride_m, stride_k, M, K)
     largest = _magnitude(x)
-    squares = x.to(tl.float32) * x.to(tl.float32)
-    for row in tl.range(BLOCK_M, BAND, BLOCK_M):
-        x = _weighted_rows(x_ptr, weights_ptr, first + row + tl.arange(0, BLOCK_M), cols, stride_m, stride_k, M, K)
+    for first in tl.range(BLOCK_M, M, BLOCK_M, loop_unroll_factor=2):
+        x = _weighted_rows(x_ptr, weights_ptr, first + rows, cols, stride_m, stride_k, M, K)
         largest = tl.maximum(largest, _magnitude(x))
-        squares += x.to(tl.float32) * x.to(tl.float32)
-    places = band.to(tl.int64) * K + cols
-    tl.store(maxima_ptr + places, _as_number(tl.max(largest, 0), x), mask=cols < K)
-    if squares_ptr is not None:
-        tl.store(squares_ptr + places, tl.sum(squares, 0), mask=cols < K)
+    return _magnitude(_as_number(tl.max(largest, 0), x))
+
+
+@triton.jit
+def _store_transpose(
+    values_ptr, x_ptr, weights_ptr, factor, cols, stride_m, stride_k, stride_values, M, K, BLOCK_M: tl.constexpr
+):  # fmt: skip
+    """Store quantised columns as rows, and return the sums of their squares before they were rounded."""
+    rows = tl.arange(0, BLOCK_M)
+    squares = tl.zeros((BLOCK_M, factor.shape[0]), tl.float32)
+    # Backwards: what the search for maxima read last is still in the cache.
+    for back in tl.range(0, M, BLOCK_M, loop_unroll_factor=2):
+        places = tl.cdiv(M, BLOCK_M) * BLOCK_M - BLOCK_M - back + rows
+        x = _weighted_rows(x_ptr, weights_ptr, places, cols, stride_m, stride_k, M, K)
+        x = x.to(tl.float32) * factor[None, :]
+        values = x.to(tl.float8e4nv).to(tl.int8, bitcast=True)
+        store_tile(values_ptr, tl.trans(values), cols, places, stride_values, 1, K, M)
+        squares += x * x
+    return tl.sum(squares, 0)
 
 
 @triton.jit
 def _quantise_transposed_kernel(
-    x_ptr, weights_ptr, largest_ptr, values_ptr, scales_ptr, stride_e, stride_m, stride_k, stride_values, M, K,
-    BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
+    x_ptr, other_ptr, weights_ptr, other_weights_ptr, values_ptr, scales_ptr, norms_ptr, stride_e, stride_m, stride_k,
+    other_stride_e, other_stride_m, other_stride_k, stride_values, M, K, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """The transposes ``[E, K, M]`` of x, whose columns have these maxima ``[E, K]``.
-
-    The first program of a column stores its scale.
-    """
-    columns, bands = tl.cdiv(K, BLOCK_K), tl.cdiv(M, BLOCK_M)
-    band, tile = tl.program_id(0) // columns, tl.program_id(0) % columns
-    entry, band = (band // bands).to(tl.int64), band % bands
+    """The transposes ``[E, K, M]``, or ``[E, K, 2 M]`` of two matrices: each program has columns of one entry."""
+    columns = tl.cdiv(K, BLOCK_K)
+    entry, tile = (tl.program_id(0) // columns).to(tl.int64), tl.program_id(0) % columns
+    cols = tile * BLOCK_K + tl.arange(0, BLOCK_K)
     x_ptr += entry * stride_e
     values_ptr += entry * K * stride_values
-    largest_ptr += entry * K
-    scales_ptr += entry * K
-    rows = band.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
-    cols = tile * BLOCK_K + tl.arange(0, BLOCK_K)
-    scale, factor = scales_of(load_vector(largest_ptr, cols, 1, K))
-    x = _weighted_rows(x_ptr, weights_ptr, rows, cols, stride_m, stride_k, M, K)
-    store_tile(values_ptr, tl.trans(quantised(x, factor[None, :])), cols, rows, stride_values, 1, K, M)
-    if band == 0:
-        tl.store(scales_ptr + cols, scale, mask=cols < K)
+    places = entry * K + cols
+    largest = _column_maxima(x_ptr, weights_ptr, cols, stride_m, stride_k, M, K, BLOCK_M)
+    if other_ptr is not None:
+        other_ptr += entry * other_stride_e
+        of_other = _column_maxima(
+            other_ptr, other_weights_ptr, cols, other_stride_m, other_stride_k, M, K, BLOCK_M
+        )  # fmt: skip
+        largest = tl.maximum(largest, of_other)
+    scale, factor = scales_of(largest.to(tl.float32, bitcast=True))
+    squares = tl.zeros_like(factor)
+    if other_ptr is not None:
+        squares += _store_transpose(
+            values_ptr + M, other_ptr, other_weights_ptr, factor, cols, other_stride_m, other_stride_k, stride_values,
+            M, K, BLOCK_M,
+        )  # fmt: skip
+    squares += _store_transpose(
+        values_ptr, x_ptr, weights_ptr, factor, cols, stride_m, stride_k, stride_values, M, K, BLOCK_M
+    )  # fmt: skip
+    tl.store(scales_ptr + places, scale, mask=cols < K)
+    if norms_ptr is not None:
+        tl.store(norms_ptr + places, tl.sqrt_rn(squares) * scale, mask=cols < K)
 
 
 def quantise_rows(
@@ -239,67 +252,33 @@ def quantise_transposed(
 
     With ``other``, of the same shape and dtype, both transposes lie side by side: ``[K, 2 M]``. Any strides. With
     float32 ``weights`` ``[1 or 2, M]`` the rows of x and of ``other`` are multiplied by them first. ``norms`` ``[K]``
-    receives the Euclidean norms of the result's rows in float32. Without both, x may be a batch ``[E, M, K]``, of which
-    each matrix is transposed.
+    receives the Euclidean norms of the result's rows in float32. Without weights, x may be a batch ``[E, M, K]``, of
+    which each matrix is transposed, and norms ``[E, K]``.
     """
     *batch, rows, columns = x.shape
-    given = [x] if other is None else [x, other]
-    wide = rows * len(given)
+    wide = rows if other is None else 2 * rows
     found = Scaled(x.new_empty(*batch, columns, wide, dtype=E4M3), x.new_empty(*batch, columns, dtype=torch.float32))
-    bands = ceil_div(rows, _BAND_ROWS)
-    partial = x.new_empty(1 if norms is None else 2, len(given), *batch, bands, columns, dtype=torch.float32)
-    of_rows: Sequence[torch.Tensor | None] = (None, None) if weights is None else weights.unbind()
-    for place, each in enumerate(given):
-        squares = None if norms is None else partial[1, place]
-        launch = _prepared_maxima(each, of_rows[place], squares, ready)
-        launch((each, of_rows[place], partial[0, place], squares))
-    largest = partial[0].amax((0, -2))
-    if norms is not None:
-        torch.sum(partial[1], (0, 1), out=norms).sqrt_()
-    values = found.values.view(torch.int8)
-    for place, each in enumerate(given):
-        part = values[..., place * rows : (place + 1) * rows]
-        launch = _prepared_transposed(each, of_rows[place], part, ready)
-        launch((each, of_rows[place], largest, part, found.scale))
+    name = (
+        "quantised transpose", *x.shape, layout_of(x), None if other is None else layout_of(other), weights is None,
+        norms is None,
+    )  # fmt: skip
+    launch = prepared(ready, name, _prepare_transposed, x, other)
+    of_rows = (None, None) if weights is None else (weights[0], None if other is None else weights[1])
+    launch((x, other, *of_rows, found.values.view(torch.int8), found.scale, norms))
     return found
 
 
-def column_norms(x: torch.Tensor, other: torch.Tensor, ready: dict[Any, Any] | None = None) -> torch.Tensor:
-    """The Euclidean norms of the columns of x, above ``other``: both ``[N, K]`` -> ``[K]`` in float32. Any strides."""
-    rows, columns = x.shape
-    partial = x.new_empty(2, 2, ceil_div(rows, _BAND_ROWS), columns, dtype=torch.float32)
-    for place, each in enumerate((x, other)):
-        launch = _prepared_maxima(each, None, partial[1, place], ready)
-        launch((each, None, partial[0, place], partial[1, place]))
-    return partial[1].sum((0, 1)).sqrt_()
-
-
-def _prepared_maxima(
-    x: torch.Tensor, weights: torch.Tensor | None, squares: torch.Tensor | None, ready: dict[Any, Any] | None
-) -> Launch:
-    (entries, strides), (rows, columns), block_rows = _batch(x), x.shape[-2:], _TILE_ROWS // 2
-
-    def prepare() -> Launch:
-        programs = entries * ceil_div(rows, _BAND_ROWS) * ceil_div(columns, _TILE_COLUMNS)
-        numbers = (*strides, rows, columns)
-        return Launch(_column_maxima_kernel, programs, numbers, (), (_BAND_ROWS, block_rows, _TILE_COLUMNS), 4)
-
-    name = "column maxima", *x.shape, layout_of(x), weights is None, squares is None
-    return prepared(ready, name, prepare)
-
-
-def _prepared_transposed(
-    x: torch.Tensor, weights: torch.Tensor | None, values: torch.Tensor, ready: dict[Any, Any] | None
-) -> Launch:
+def _prepare_transposed(x: torch.Tensor, other: torch.Tensor | None) -> Launch:
     (entries, strides), (rows, columns) = _batch(x), x.shape[-2:]
+    of_other, wide = ((0, 0, 0), rows) if other is None else (_batch(other)[1], 2 * rows)
+    programs, tile = column_programs(entries, columns)
+    return Launch(_quantise_transposed_kernel, programs, (*strides, *of_other, wide, rows, columns), (), tile, 8)
 
-    def prepare() -> Launch:
-        programs = entries * ceil_div(rows, _TILE_ROWS) * ceil_div(columns, _TILE_COLUMNS)
-        numbers = (*strides, values.stride(-2), rows, columns)
-        return Launch(_quantise_transposed_kernel, programs, numbers, (), (_TILE_ROWS, _TILE_COLUMNS), 4)
 
-    name = "quantised transpose", *x.shape, layout_of(x), layout_of(values), weights is None
-    return prepared(ready, name, prepare)
+def column_programs(entries: int, columns: int) -> tuple[int, tuple[int, int]]:
+    """How many programs of 8 warps read whole columns of so many matrices, and the rows and columns of their tiles."""
+    found = [(entries * ceil_div(columns, width), (_TILE_ELEMENTS // width, width)) for width in _TILE_COLUMNS]
+    return next((each for each in found if each[0] >= _ENOUGH_PROGRAMS), found[-1])
 
 
 def _batch(x: torch.Tensor) -> tuple[int, tuple[int, ...]]:

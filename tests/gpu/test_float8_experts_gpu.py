@@ -297,7 +297,8 @@ def test_micro_batches_quantise_weights_once(monkeypatch: pytest.MonkeyPatch) ->
     for _ in range(2):
         count.clear()
         for _ in range(3):
-            mixture(torch.randn(500, 512, device=DEVICE, dtype=BFLOAT16)).square().mean().backward()
+            x = torch.randn(500, 512, device=DEVICE, dtype=BFLOAT16, requires_grad=True)
+            mixture(x).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
         # Up and gate, in one tensor, and down, each by rows and by the rows of its transpose.

@@ -36,6 +36,21 @@ def bits(table: Tensor) -> Tensor:
 
 
 @needs_kernels
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("size", [(40, 24), (1100, 70)], ids=str)
+def test_channels(size: tuple[int, int], dtype: torch.dtype) -> None:
+    up, gate = (torch.randn(size, device=DEVICE).to(dtype) for _ in range(2))
+    up[:, 0] = gate[:, 0] = 0
+    up[0, 1] = math.nan
+    for w_up in (up, up.T.contiguous().T):
+        numbers, inverses = bounds.channel_numbers(w_up, gate)
+        norms = torch.cat((up, gate)).float().norm(dim=0)[2:]
+        assert (numbers[2:].log2() == norms.log2().floor()).all()
+        assert (numbers[0], numbers[1]) == (2.0**-40, 2.0**40)
+        assert torch.equal(inverses, 1 / numbers)
+
+
+@needs_kernels
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize(("gated", "biased"), [(False, False), (False, True), (True, False)], ids=["", "bias", "gated"])
 def test_units(size: int, gated: bool, biased: bool) -> None:

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from fusedlayers.kernels.float8 import (
     Scaled,
-    column_norms,
     quantise_rows,
     quantise_transposed,
     quantising,
@@ -135,8 +134,6 @@ def test_factors_and_norms(size: tuple[int, int], dtype: torch.dtype) -> None:
         assert torch.allclose(norms, expected.norm(dim=1), rtol=1e-5, atol=0)
     assert_same(quantise_rows(x, norms=norms, weights=of_columns), x)
     assert torch.allclose(norms, (x.float() * of_columns).norm(dim=1), rtol=1e-5, atol=0)
-    found = column_norms(x, other)
-    assert torch.allclose(found, torch.cat((x, other)).float().norm(dim=0), rtol=1e-5, atol=0)
     of_rows = torch.randint(-2, 3, (2, size[0]), device=DEVICE).float().exp2()
     norms = torch.empty(size[1], device=DEVICE)
     both = torch.cat((x.float() * of_rows[0, :, None], other.float() * of_rows[1, :, None])).T
@@ -268,6 +265,8 @@ for columns in (1024, 4096, 8192, 14336, 28672):
                 column_sums(values, COLUMN_SUM_TILES, scales=norms)
                 operand = Scaled(values, units[0])
                 bounds.unit_table((operand, units[0]), (operand, units[0]) if two else None, None if two else x[0])
+                if two:
+                    bounds.channel_numbers(x, x)
                 bounds.gradient_units(operand, units[0], units, two)
                 bounds.row_table(Scaled(values, norms), norms, two, not two, 1.0)
                 bounds.gradient_rows(Scaled(values, norms), norms, norms if two else None, 1.0)
@@ -280,10 +279,10 @@ for columns in (1024, 4096, 8192, 14336, 28672):
 def test_compiled_without_spills(tmp_path: Path) -> None:
     found = compiled(tmp_path, QUANTISING)
     assert {report["kernel"] for report in found} == {
-        "quantise_rows", "column_maxima", "quantise_transposed", "combine_scales", "transpose", "column_sums",
+        "quantise_rows", "channel_numbers", "quantise_transposed", "combine_scales", "transpose", "column_sums",
         "reduce_partials", "unit_table", "gradient_units", "row_table", "gradient_rows",
     }  # fmt: skip
-    assert len(found) == 52
+    assert len(found) == 39
     for report in found:
         assert report["spill_bytes"] == 0
         assert faults(report) == []

@@ -27,13 +27,18 @@ FLOAT8: tuple[Fault, ...] = (
     ),
     _fault(
         "scale of one of two transposes", _KERNELS,
-        "largest = partial[0].amax((0, -2))", "largest = partial[0, 0].amax(-2)",
+        "largest = tl.maximum(largest, of_other)", "largest = tl.maximum(largest, largest)",
         "kernels/test_float8_kernels values_and_scales_of_the_transpose",
     ),
     _fault(
         "transpose with the scales of other columns", _KERNELS,
-        "scales_of(load_vector(largest_ptr, cols, 1, K))", "scales_of(load_vector(largest_ptr, cols + 1, 1, K))",
+        "tl.store(scales_ptr + places, scale", "tl.store(scales_ptr + places, tl.flip(scale)",
         "kernels/test_float8_kernels values_and_scales_of_the_transpose",
+    ),
+    _fault(
+        "gate left out of the numbers of channels", _BOUNDS,
+        "squares += _squares(gate_ptr", "squares += 0 * _squares(gate_ptr",
+        "kernels/test_bounds channels",
     ),
     _fault(
         "scales of one operand of a weight gradient forgotten", _PAIRS,
