@@ -150,7 +150,7 @@ def _store_transpose(
     rows = tl.arange(0, BLOCK_M)
     squares = tl.zeros((BLOCK_M, factor.shape[0]), tl.float32)
     # Backwards: what the search for maxima read last is still in the cache.
-    for back in tl.range(0, M, BLOCK_M, loop_unroll_factor=2):
+    for back in tl.range(0, M, BLOCK_M):
         places = tl.cdiv(M, BLOCK_M) * BLOCK_M - BLOCK_M - back + rows
         x = _weighted_rows(x_ptr, weights_ptr, places, cols, stride_m, stride_k, M, K)
         x = x.to(tl.float32) * factor[None, :]
