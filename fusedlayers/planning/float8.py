@@ -38,7 +38,7 @@ class Limits:
 
     least_width: int  # of a layer
     least_flops: int  # of one of its products, compiled or in a CUDA graph
-    least_launched_flops: int  # of its products in a forward pass, launched one by one
+    least_launched_flops: int  # of a kernel's products in a forward pass, launched one by one
     least_reuse: int  # FLOPs of a weight gradient for each byte that transposing its operands moves
     least_bounded_reuse: int  # the same of both weight gradients of an FFN whose hidden is bounded
 
@@ -360,7 +360,9 @@ def why_small(problem: Any, rows: int) -> str | None:
     if p.captured or getattr(p, "compiled", False):
         flops, least, what = 2 * rows * p.K * p.N, LIMITS.least_flops, "in a product, compiled or inside a CUDA graph"
     else:
-        flops, least, what = p.model_flops[0], LIMITS.least_launched_flops, "in a forward pass, launched one by one"
+        # Up and gate projections share a kernel, and with it the launches that quantise.
+        flops = p.model_flops[0] // (1 if isinstance(p, LinearProblem) else 2)
+        least, what = LIMITS.least_launched_flops, "in a kernel of the forward pass, launched one by one"
     if flops >= least:
         return None
     return f"the call is too small: {flops:,} FLOPs {what}, worth quantising from {least:,} on"
