@@ -41,6 +41,7 @@ def bounded(gated: bool, z: torch.Tensor) -> Iterator[Callable[[], torch.Tensor]
     words = [Scaled(each.values, each.scale.view(torch.int32)) for each in (x, w)]
     more = (words[1], None) if gated else (None, None)
     gate, table = (w, w.scale) if gated else None, torch.empty(6, 2048)
+    yield lambda: bounds.channel_numbers(matrix(2048, 1024), matrix(2048, 1024))
     yield lambda: bounds.unit_table((w, w.scale), gate, None)
     yield lambda: bounds.gradient_units(w, w.scale, table, gated)
     yield lambda: bounds.row_table(x, x.scale, gated, False, 1.0)
