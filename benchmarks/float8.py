@@ -72,6 +72,7 @@ from .float8_layers import (
     contenders,
     has_torchao,
 )
+from .layer_tables import other_commits
 
 # The least signal over noise, in dB, beside eager torch.
 _LEAST = {COMPILED: 35.0, SEPARATE: 18.0, TORCHAO: 18.0, BF16: 35.0, FP8: 18.0, KEPT: 18.0}
@@ -243,8 +244,9 @@ def markdown(record: Record) -> str:
     shown, versions = table(record), record["versions"]
     libraries = {"torch": "torch", "triton": "Triton", "torchao": "torchao"}
     installed = ", ".join(f"{title} {versions[name]}" for name, title in libraries.items() if name in versions)
+    measured = ", ".join([record["device"]["name"], installed, day_and_commit(record), *other_commits(record["rows"])])
     caption = (
-        f"Measured on {record['device']['name']}, {installed}, {day_and_commit(record)}: medians, all contenders "
+        f"Measured on {measured}: medians, all contenders "
         "interleaved, launched one by one / in a CUDA graph. "
         f"*{TORCH}* is eager torch in bf16, *{BF16}* our layer without `precision`, *{FP8}* with it."
     )

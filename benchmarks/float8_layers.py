@@ -76,7 +76,8 @@ class PlainExperts(nn.Module):
         self.ours = ours
 
     def forward(self, x: Tensor) -> Tensor:
-        found: Tensor = EXPERTS.torch_expression(x, **self.ours.arguments())
+        found = EXPERTS.torch_expression(x, **self.ours.arguments())
+        assert isinstance(found, Tensor)
         return found
 
 

@@ -5,7 +5,7 @@
     python -m benchmarks.records update FILE.json NEWER.json    rows that were measured anew, put into a record
 
 A record is one of ``python -m fusedlayers.bench ... --time``, of ``benchmarks.host``, ``lengths``, ``steps`` or
-``sweep``. The exit status is 1 if it cannot be read, holds no times, or is not like the newer one.
+``sweep``, and to update one of ``benchmarks.float8``, too. The exit status is 1 if it cannot be read, holds no times, or is not like the newer one.
 """
 
 from __future__ import annotations
@@ -110,16 +110,22 @@ def updated(record: Record, newer: Record) -> Record:
     for row in newer["rows"]:
         identity = _identity(row)
         # One that has no times there, as it cannot run, has none to lose.
-        entries = older.get(identity, {}).get("contenders", {})
-        known, timed = _timed(entries), _timed(row["contenders"])
-        red = any(verdict["status"] == "red" for verdict in row["verification"])
-        if known and row["contenders"] and not timed and not red:
+        entries = _entries(row)
+        known, timed = _timed(_entries(older.get(identity, {}))), _timed(entries)
+        red = any(verdict["status"] == "red" for verdict in row.get("verification", ()))
+        if known and entries and not timed and not red:
             continue
-        if identity in measured or red or not row["contenders"] or set(known) - set(timed):
+        if identity in measured or red or not entries or set(known) - set(timed):
             raise ValueError(f"{identity}: expected it once, green, with times of {', '.join(known) or 'contenders'}")
         measured[identity] = row if newer["commit"] == record["commit"] else {"commit": newer["commit"]} | row
     rows = [measured.pop(identity, row) for identity, row in older.items()]
     return record | {"rows": [*rows, *measured.values()]}
+
+
+def _entries(row: Record) -> Record:
+    """What a row says of each contender; rows of layers in 8 bits have their launched times alone."""
+    entries: Record = row.get("contenders", {})
+    return entries or {name: {"launched": times} for name, times in row.get("launched", {}).items()}
 
 
 def _timed(entries: Record) -> list[str]:
@@ -138,7 +144,7 @@ def check_alike(record: Record, newer: Record, *keys: str) -> None:
 
 
 def _identity(row: Record) -> tuple[object, ...]:
-    return row["grid"], row["title"], tuple(row["shape"]), row["dtype"], row["direction"]
+    return row.get("grid"), row["title"], tuple(row["shape"]), row.get("dtype"), row["direction"]
 
 
 if __name__ == "__main__":

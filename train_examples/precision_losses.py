@@ -23,7 +23,7 @@ from train_examples.loop import Row
 from train_examples.summaries import read_run
 from train_examples.tables import table
 
-RECORD = ROOT / "train_examples" / "results" / "precision-losses-h100.json"
+RECORD = ROOT / "train_examples" / "results" / "precision-losses-h200.json"
 # Equal in all runs of a record.
 SHARED = ("example", "device", "precision", "torch", "triton", "fusedlayers", "steps", "loss_unit")
 # The precision of runs without ``layers.precision``, which the others are compared with.

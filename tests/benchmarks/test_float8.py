@@ -27,6 +27,7 @@ from benchmarks.float8_layers import (
     contenders,
     has_torchao,
 )
+from benchmarks.records import updated
 from fusedlayers.bench import record as records
 from fusedlayers.bench.timing import Clock
 from fusedlayers.functional.switches import switched
@@ -92,6 +93,21 @@ def test_with_several_peers_the_table_compares_with_the_faster_one() -> None:
     assert "a GPU, torch 2.11, Triton 3.6, torchao 0.18.0, 2026-01-01" in text
     assert "*torchao*: its float8 training" in text
     assert "*Best peer*: the faster of *separate* and *torchao*." in text
+
+
+def test_rows_are_replaced_by_newer_ones() -> None:
+    about = {"method": {}, "finished": "2026-01-02T00:00:00", "dirty": None}
+    device, versions = {"name": "a GPU", "ceilings": None}, {"torch": "2.11", "triton": "3.6", "fusedlayers": "0.3.0"}
+    older = record() | {"device": device, "versions": versions, **about}
+    newer = record(launched=times(torch=110, separate=90, bf16=100, fp8=50)) | {"device": device, "versions": versions}
+    newer |= about | {"commit": "ab" * 20}
+    text = float8.markdown(updated(older, newer))
+    assert "commit 0123456789, 1 of its rows at ababababab: medians" in text
+    assert "| 100 / 80 | 50 / 40 |" in text
+    [row] = newer["rows"]
+    fewer = [row | {"launched": times(torch=110, bf16=100, fp8=50)}]
+    with pytest.raises(ValueError, match="with times of torch, separate"):
+        updated(older, newer | {"rows": fewer})
 
 
 def off_by(share: float) -> Any:
