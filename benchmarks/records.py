@@ -5,7 +5,8 @@
     python -m benchmarks.records update FILE.json NEWER.json    rows that were measured anew, put into a record
 
 A record is one of ``python -m fusedlayers.bench ... --time``, of ``benchmarks.host``, ``lengths``, ``steps`` or
-``sweep``, and to update one of ``benchmarks.float8``, too. The exit status is 1 if it cannot be read, holds no times, or is not like the newer one.
+``sweep``, and to update one of ``benchmarks.float8``, too. The exit status is 1 if it cannot be read, holds no times,
+or is not like the newer one.
 """
 
 from __future__ import annotations
