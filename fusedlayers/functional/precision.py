@@ -25,14 +25,18 @@ class Float8:
             "bf16": they are computed from operands in 16 bits, as without ``precision``. "auto": in 8 bits if the
             layer is so wide that this is faster. Bias gradients are sums in 16 bits. Experts have weight gradients in
             16 bits whatever this says.
+        skip: patterns of paths in the model that `replace` is given, as in a shell (``"*.layers.0"``): what they match
+            stays in 16 bits, with all that is inside of it. An FFN stays if any of its linear layers does.
 
     Raises:
+        TypeError: ``skip`` is neither a str nor a tuple of str.
         ValueError: a recipe or a format that is not built, or two that contradict each other; the message names those
             that are.
     """
 
     recipe: str = ROWWISE
     weight_gradient: str = "auto"
+    skip: str | tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         formats = tuple(WORDS)
@@ -44,6 +48,15 @@ class Float8:
                 raise ValueError(f"{name} must be one of {', '.join(map(repr, known))}, got {value!r}")
         if self.weight_gradient == "fp8" and self.recipe == ROWWISE_BF16:
             raise ValueError(f'weight_gradient must be "auto" or "bf16" with the recipe {self.recipe!r}, got "fp8"')
+        if not isinstance(self.skip, str) and not (
+            isinstance(self.skip, tuple) and all(isinstance(pattern, str) for pattern in self.skip)
+        ):
+            raise TypeError(f"skip must be a str or a tuple of str, got {self.skip!r}")
+
+    @property
+    def patterns(self) -> tuple[str, ...]:
+        """``skip`` as a tuple."""
+        return (self.skip,) if isinstance(self.skip, str) else self.skip
 
     @property
     def word(self) -> str:

@@ -32,7 +32,7 @@ from torch import nn
 
 from ..functional.ffn.arguments import check_recompute
 from ..functional.options import checked_flag
-from ..functional.precision import Float8, precision_word
+from ..functional.precision import Float8
 from ..modules import FusedFFN, SplitKLinear, class_name, class_path, forget
 from ..planning import card
 from .activations import torch_module_activation
@@ -47,6 +47,7 @@ from .norms import replace_norms
 from .report import ALREADY_FUSED, Changes, Entry, Report
 from .rules import FFNRule, LinearRule
 from .swapping import ReplacedModule
+from .wish import Wish
 
 __all__ = [
     "Entry",
@@ -107,8 +108,8 @@ def replace(
         norm: whether to replace norms, too. Results change by a rounding, as an FFN's do.
         precision: "fp8" or a :class:`Float8`: FFNs and experts run in 8 bits where they can and where that is faster,
             and so does every other plain ``nn.Linear`` that is wide enough, except the head of a language model: it
-            becomes a :class:`SplitKLinear`. Adapters, and other linears that have one, stay in 16 bits. The report says
-            what does not run in 8 bits, and why. None: nothing does.
+            becomes a :class:`SplitKLinear`. Adapters, other linears that have one, and what ``Float8.skip`` names stay
+            in 16 bits. The report says what does not run in 8 bits, and why. None: nothing does.
         strict: raise if an FFN, or a module that looks like one, would stay as it is, or if nothing in the model is
             fused (instead of warning). Nothing is changed then.
         dry_run: report and change nothing.
@@ -126,16 +127,16 @@ def replace(
     """
     _check_model(model)
     check_recompute(recompute)
-    precision = precision_word(precision)
+    wish = Wish(model, precision)
     for name, value in (("loss", loss), ("norm", norm)):
         checked_flag(name, value)
     ffn_rules, linear_rules = _checked(rules)
     if on is not None and not dry_run:
         raise ValueError(f"on={on!r} tells what another GPU would do: expected dry_run=True with it")
     changes = Changes(None if on is None else card(on))
-    in_ffns = replace_ffns(model, Chooser(ffn_rules, recompute, precision), changes)
-    replace_experts(model, recompute, precision, changes)
-    replace_linears(model, linear_rules, in_ffns, precision, changes)
+    in_ffns = replace_ffns(model, Chooser(ffn_rules, recompute, wish), changes)
+    replace_experts(model, recompute, wish, changes)
+    replace_linears(model, linear_rules, in_ffns, wish, changes)
     if loss:
         replace_heads(model, changes)
     if norm:

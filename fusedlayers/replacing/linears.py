@@ -15,8 +15,9 @@ from ..planning.float8 import why_narrow, why_uneven
 from .loss import heads_of
 from .report import ALREADY_FUSED, Changes, Entry
 from .rules import LinearRule
-from .saving import of_tokens, planned, precision_in_words
+from .saving import of_tokens, planned
 from .swapping import OWN_FORWARD, ReplacedModule, fused_class, restored_method
+from .wish import SKIPPED, Wish
 
 
 class FusedSplitKLinear(ReplacedModule, SplitKLinear):
@@ -40,20 +41,21 @@ class FusedSplitKLinear(ReplacedModule, SplitKLinear):
 
 
 def replace_linears(
-    model: nn.Module, rules: Sequence[LinearRule], in_ffns: set[nn.Module], precision: str | None, changes: Changes
+    model: nn.Module, rules: Sequence[LinearRule], in_ffns: set[nn.Module], wish: Wish, changes: Changes
 ) -> None:
     """Find the linears that match a rule, or can run in 8 bits; ``in_ffns`` are those of FFNs."""
     idle = list(rules)
-    heads = set() if precision is None else heads_of(model)
+    heads = set() if wish.word is None else heads_of(model)
     for path, module in model.named_modules():
         if not isinstance(module, nn.Linear):
             continue
         given = next((rule for rule in rules if rule.takes(path, module)), None)
         # Subclasses, SplitKLinear among them, are left alone.
-        if given is None and (precision is None or type(module) is not nn.Linear or module in in_ffns):
+        if given is None and (wish.word is None or type(module) is not nn.Linear or module in in_ffns):
             continue
         idle = [rule for rule in idle if rule is not given]
-        reason = _why_left(module, in_ffns) if given else _why_not_in_8_bits(module, heads)
+        precision = wish.of(module)
+        reason = _why_left(module, in_ffns) if given else _why_not_in_8_bits(module, heads, precision)
         if reason is not None:
             changes.skip(path, module, reason)
             continue
@@ -61,9 +63,9 @@ def replace_linears(
         text = f"{module.in_features} -> {module.out_features}"
         if given is not None:
             text = f"split_k={rule.split_k!r}, {rule.reduction}, {text}"
-        elif precision is not None:
+        else:
             options: dict[str, Any] = {"weight": module.weight, "bias": module.bias, "precision": precision}
-            text += precision_in_words(LINEAR, changes.on, **options)
+            text += wish.in_words(LINEAR, changes.on, **options)
         fused = fused_class(
             FusedSplitKLinear, nn.Linear, split_k=rule.split_k, reduction=rule.reduction, precision=precision
         )
@@ -78,9 +80,10 @@ def _why_left(linear: nn.Linear, in_ffns: set[nn.Module]) -> str | None:
     return ALREADY_FUSED if isinstance(linear, SplitKLinear) else why_not_plain(linear)
 
 
-def _why_not_in_8_bits(linear: nn.Linear, heads: set[nn.Module]) -> str | None:
+def _why_not_in_8_bits(linear: nn.Linear, heads: set[nn.Module], precision: str | None) -> str | None:
     sizes = linear.in_features, linear.out_features
-    reason = "it is the head of the model" if linear in heads else why_uneven(sizes) or why_narrow(sizes)
+    reason = None if precision else SKIPPED
+    reason = reason or ("it is the head of the model" if linear in heads else why_uneven(sizes) or why_narrow(sizes))
     reason = reason or why_not_plain(linear)
     return None if reason is None else f"not in 8 bits: {reason}"
 

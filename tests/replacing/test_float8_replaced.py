@@ -194,3 +194,56 @@ def test_compiled_after_it_was_replaced(model: Model) -> None:
 def test_an_unknown_precision(model: Model, precision: Any) -> None:
     with pytest.raises((TypeError, ValueError), match="precision must be None"):
         fl.replace(model, precision=precision)
+
+
+@pytest.mark.parametrize(
+    ("skip", "linears", "ffns"),
+    [
+        ("layers.0", {"layers.1.query"}, {"layers.1.mlp"}),
+        ("*.mlp.2", {"layers.0.query", "layers.1.query"}, set()),
+        (("*.query", "layers.1.mlp"), set(), {"layers.0.mlp"}),
+        (("layers.?.*",), set(), set()),
+    ],
+)
+def test_what_skip_names_stays_in_16_bits(
+    model: Model, skip: str | tuple[str, ...], linears: set[str], ffns: set[str]
+) -> None:
+    wish = fl.Float8(skip=skip)
+    with in_8_bits():
+        report = fl.replace(model, precision=wish, dry_run=True)
+        texts = {entry.path: entry.reason for entry in report.replaced}
+        assert {path for path, text in texts.items() if path.endswith("query")} == linears
+        assert {path for path, text in texts.items() if path.endswith("mlp") and text.endswith("; fp8")} == ffns
+        left = {path for path, text in texts.items() if text.endswith("; in 16 bits: the precision's skip names it")}
+        assert left == {"layers.0.mlp", "layers.1.mlp"} - ffns
+        reasons = {entry.path: entry.reason for entry in report.skipped}
+        for place in (0, 1):
+            skipped = f"layers.{place}.query" not in linears
+            assert (reasons.get(f"layers.{place}.query") == "not in 8 bits: the precision's skip names it") is skipped
+        fl.replace(model, precision=wish)
+        assert {p for p, each in model.named_modules() if getattr(each, "fused_precision", None)} == ffns
+        again = fl.replace(model, precision=wish)
+    assert not again.replaced
+    assert {entry.reason for entry in again.skipped if entry.path.endswith("mlp")} == {"already fused"}
+    fl.restore(model)
+    assert type(model.layers[0].mlp) is nn.Sequential
+
+
+def test_skip_names_experts() -> None:
+    layers = [Mixture(WIDTH, 96, 4, 2, "silu", gated=True) for _ in range(2)]
+    model = nn.Sequential(*layers).to(BFLOAT16)
+    with in_8_bits():
+        report = fl.replace(model, precision=fl.Float8(skip="0"))
+    assert [each.experts.fused_precision for each in layers] == [None, "fp8"]
+    first, second = report.replaced
+    assert first.reason.endswith("; in 16 bits: the precision's skip names it")
+    assert second.reason.endswith("; fp8")
+
+
+def test_a_pattern_that_matches_nothing_is_refused(model: Model) -> None:
+    with pytest.raises(ValueError, match=r"precision: skip has 'layer\.0': expected a pattern that some module's path"):
+        fl.replace(model, precision=fl.Float8(skip=("layers.0", "layer.0")))
+    assert not any("Fused" in type(each).__name__ for each in model.modules())
+    for wrong in (3, ["layers.0"], ("a", 1)):
+        with pytest.raises(TypeError, match="skip must be a str or a tuple of str, got"):
+            fl.Float8(skip=wrong)

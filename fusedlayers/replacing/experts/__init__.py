@@ -17,9 +17,10 @@ from ...planning import Device
 from ..activations import watched_options
 from ..reading.values import PLAIN
 from ..report import ALREADY_FUSED, Changes
-from ..saving import TOKENS, Facts, of_tokens, planned, precision_in_words
+from ..saving import TOKENS, Facts, of_tokens, planned
 from ..signatures import signature
 from ..swapping import OWN_FORWARD, ReplacedModule, fused_class
+from ..wish import Wish
 from .formula import (
     IMPLEMENTATION,
     ExpertsFFN,
@@ -133,9 +134,7 @@ def run_traced(
     return moe_ffn(x, index, weights, **given, **dict(formula), **choices).to(x.dtype)
 
 
-def replace_experts(
-    model: nn.Module, recompute: Literal["auto"] | bool | int, precision: str | None, changes: Changes
-) -> None:
+def replace_experts(model: nn.Module, recompute: Literal["auto"] | bool | int, wish: Wish, changes: Changes) -> None:
     """Find mixture-of-experts modules, whose weights are stacked."""
     alike: dict[Hashable, ExpertsFFN | str] = {}
     for path, module in model.named_modules():
@@ -157,14 +156,13 @@ def replace_experts(
         if isinstance(ffn, str):
             changes.skip(path, module, f"experts of a mixture: {ffn}", is_ffn_left=True)
             continue
+        precision = wish.of(module)
         fused = fused_class(
             FusedExperts, type(module), fused_ffn=ffn, fused_recompute=recompute, fused_precision=precision,
             fused_arguments=tuple(arguments),
         )  # fmt: skip
         options: dict[str, Any] = {"recompute": recompute is True, "precision": precision}
-        text = ffn.described(module)
-        if precision is not None:
-            text += precision_in_words(MOE_FFN, changes.on, **_batch(module, ffn), **options)
+        text = ffn.described(module) + wish.in_words(MOE_FFN, changes.on, **_batch(module, ffn), **options)
         changes.change(path, module, fused, text, *_facts(module, ffn, options, changes.on))
 
 

@@ -9,17 +9,18 @@ import torch
 from torch import nn
 
 from ...kernels.activations import ACTIVATIONS, canonical_activation
-from ...modules import FFNPieces, FusedFFN, base_linear, linear_weight
+from ...modules import FFNPieces, FusedFFN, linear_weight
 from ...planning import Device
 from ...planning.costs import SAVED_FOR_SLOPE, mask_bytes
 from ..activations import torch_module_activation
 from ..experts.formula import is_experts
 from ..reading.sizes import widths
 from ..report import Changes
-from ..saving import TOKENS, Facts, kept_by, of_tokens, planned, precision_in_words
+from ..saving import TOKENS, Facts, kept_by, of_tokens, planned
+from ..wish import Wish
 from .blocks import FusedBlock
 from .by_rule import FusedInside
-from .choosing import Chooser
+from .choosing import Chooser, linears_of
 
 _LISTS = (nn.ModuleList, nn.ModuleDict)
 
@@ -50,12 +51,12 @@ def _owner(modules: dict[str, nn.Module], path: str) -> nn.Module | None:
 
 def _replace(path: str, module: nn.Module, owner: nn.Module | None, chooser: Chooser, changes: Changes) -> None:
     try:
-        fused = chooser.fused_class(module)
+        fused = chooser.fused_class(module, chooser.wish.of(module))
     except Exception as error:  # a metaclass may refuse with any exception
         changes.skip(path, module, f"no class can be derived from its own: {error}", is_ffn_left=True)
         return
     if isinstance(module, FusedBlock):
-        chooser.taken |= _linears(module.find_ffn_pieces(module))
+        chooser.taken |= linears_of(module.find_ffn_pieces(module))
     elif isinstance(module, FusedFFN):
         chooser.taken |= set(module.children())
     reason = chooser.why_left(module, owner) if fused is None else chooser.why_class_stays(module, fused)
@@ -68,15 +69,19 @@ def _replace(path: str, module: nn.Module, owner: nn.Module | None, chooser: Cho
         # float32 adapters beside 16-bit weights are fused only under autocast, which only a training step enters.
         with _autocast(module):
             ffns = fused.find_ffn_pieces(module)
+    fused_linears = linears_of(ffns)
+    precision = chooser.wish.of(module, *fused_linears)
+    if precision != fused.fused_precision:
+        fused = chooser.fused_class(module, precision)
+        assert fused is not None
     rule = chooser.rule_of_user(module)
     trusted = ", as a trusted rule says" if rule is not None and rule.trusted else ""
     for linears, pieces in ffns.items():
         if isinstance(pieces, str):
             changes.skip(path, module, f"{linears}: {pieces}", is_ffn_left=True)
         else:
-            text = f"{linears}: {_description(pieces)}{_precision(pieces, chooser, changes.on)}{trusted}"
-            changes.change(path, module, fused, text, *_facts(pieces, chooser, changes.on))
-    fused_linears = _linears(ffns)
+            text = f"{linears}: {_description(pieces)}{_precision(pieces, fused, chooser.wish, changes.on)}{trusted}"
+            changes.change(path, module, fused, text, *_facts(pieces, fused, changes.on))
     chooser.taken |= fused_linears
     if fused_linears and issubclass(fused, FusedInside) and (reason := chooser.why_another_left(module)):
         changes.skip(path, module, reason, is_ffn_left=True)
@@ -90,13 +95,6 @@ def _autocast(module: nn.Module) -> AbstractContextManager[Any]:
     return torch.autocast(device) if torch.amp.is_autocast_available(device) else nullcontext()
 
 
-def _linears(found: dict[str, FFNPieces | str]) -> set[nn.Module]:
-    """The linears of these FFNs, and those that adapters wrap."""
-    pieces = [ffn for ffn in found.values() if isinstance(ffn, FFNPieces)]
-    linears = {linear for ffn in pieces for linear in (ffn.up, ffn.gate, ffn.down) if linear is not None}
-    return linears | {base_linear(linear) for linear in linears}
-
-
 def _description(pieces: FFNPieces) -> str:
     up, down = linear_weight(pieces.up), linear_weight(pieces.down)
     gated = "" if pieces.gate is None and pieces.gate_rows is None else "gated "
@@ -106,21 +104,20 @@ def _description(pieces: FFNPieces) -> str:
     return f"{gated}{pieces.activation}, {up.shape[1]} -> {down.shape[1]} -> {down.shape[0]}{adapted}"
 
 
-def _precision(pieces: FFNPieces, chooser: Chooser, on: Device | None) -> str:
-    """Whether an FFN that was asked to run in 8 bits does, in words; empty where nothing was asked."""
-    if chooser.precision is None:
-        return ""
-    given = pieces.arguments(linear_weight(pieces.up), None, chooser.recompute, chooser.precision)
+def _precision(pieces: FFNPieces, fused: type[FusedBlock], wish: Wish, on: Device | None) -> str:
+    """Whether an FFN that was asked to run in 8 bits does; empty where nothing was asked."""
+    given = pieces.arguments(linear_weight(pieces.up), None, fused.fused_recompute, fused.fused_precision)
     del given["x"]
-    return precision_in_words(pieces.operation, on, **given)
+    return wish.in_words(pieces.operation, on, **given)
 
 
 @torch.enable_grad()
-def _facts(pieces: FFNPieces, chooser: Chooser, on: Device | None) -> Facts:
+def _facts(pieces: FFNPieces, fused: type[FusedBlock], on: Device | None) -> Facts:
     """What the report says of an FFN: its bytes are those of the FFN with its input, and of the dropout of its result,
     which torch applies in both."""
     up, down = linear_weight(pieces.up), linear_weight(pieces.down)
-    given = pieces.arguments(of_tokens(up.shape[1], up.dtype), None, chooser.recompute, chooser.precision)
+    x = of_tokens(up.shape[1], up.dtype)
+    given = pieces.arguments(x, None, fused.fused_recompute, fused.fused_precision)
     found = planned(pieces.operation, on, up.device, **given)
     problem = found.plan.problem
     theirs, ours = problem.kept_by_torch(found.device) // TOKENS, found.plan.saved_bytes // TOKENS

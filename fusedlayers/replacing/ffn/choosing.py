@@ -10,12 +10,13 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from ...modules import FFNPieces, FusedFFN, class_path, patched_method
+from ...modules import FFNPieces, FusedFFN, base_linear, class_path, patched_method
 from ..loss import FusedLossHead
 from ..report import ALREADY_FUSED
 from ..rules import KNOWN_RULES, FFNRule
 from ..signatures import signature
 from ..swapping import fused_class
+from ..wish import Wish
 from .blocks import FusedBlock, FusedSequentialFFN
 from .by_rule import FusedInside, FusedWholeBlock
 from .finding import find_runs
@@ -35,6 +36,13 @@ def _is_of_torch(kind: type[nn.Module]) -> bool:
     return kind.__module__.startswith("torch.nn.")
 
 
+def linears_of(found: dict[str, FFNPieces | str]) -> set[nn.Module]:
+    """The linears of these FFNs, and those that adapters wrap."""
+    pieces = [ffn for ffn in found.values() if isinstance(ffn, FFNPieces)]
+    linears = {linear for ffn in pieces for linear in (ffn.up, ffn.gate, ffn.down) if linear is not None}
+    return linears | {base_linear(linear) for linear in linears}
+
+
 class Chooser:
     """The rules of the user and the library, and what the sources of other modules compute.
 
@@ -44,11 +52,9 @@ class Chooser:
         ValueError: two rules for one class, or a rule for a class that needs none.
     """
 
-    def __init__(
-        self, rules: Sequence[FFNRule], recompute: Literal["auto"] | bool | int, precision: str | None = None
-    ) -> None:
+    def __init__(self, rules: Sequence[FFNRule], recompute: Literal["auto"] | bool | int, wish: Wish) -> None:
         self.rules: dict[type[nn.Module] | str, FFNRule] = {}
-        self.recompute, self.precision = recompute, precision
+        self.recompute, self.wish = recompute, wish
         # The linears of the FFNs found so far, fused or not.
         self.taken: set[nn.Module] = set()
         # What modules of equal signature compute, and what each module computes.
@@ -107,9 +113,9 @@ class Chooser:
             self._alike[key] = find()
         return self._alike[key]
 
-    def fused_class(self, module: nn.Module) -> type[FusedBlock] | None:
+    def fused_class(self, module: nn.Module, precision: str | None) -> type[FusedBlock] | None:
         """The class to give to ``module``, or None."""
-        kind, options = type(module), {"fused_recompute": self.recompute, "fused_precision": self.precision}
+        kind, options = type(module), {"fused_recompute": self.recompute, "fused_precision": precision}
         if kind is nn.Sequential and not self.is_one_ffn(module):
             if options == {name: getattr(FusedSequentialFFN, name) for name in options}:
                 return FusedSequentialFFN
@@ -152,12 +158,13 @@ class Chooser:
         """The reason to report for a module that is left, or None. ``owner`` is the module that holds it, if it is a
         list of modules."""
         if isinstance(module, FusedBlock):
-            for name, wanted in (("recompute", self.recompute), ("precision", self.precision)):
+            precision = self.wish.of(module, *linears_of(module.find_ffn_pieces(module)))
+            for name, wanted in (("recompute", self.recompute), ("precision", precision)):
                 if (value := getattr(module, f"fused_{name}")) != wanted:
                     return f"{ALREADY_FUSED}, with {name}={value!r}; restore it first to change that"
             if reason := module.why_fused_class_changed():
                 return f"{ALREADY_FUSED}, but calls its own forward: {reason}"
-        if isinstance(module, FusedFFN) and self.precision not in (None, module.precision):
+        if isinstance(module, FusedFFN) and self.wish.of(module, *module.children()) not in (None, module.precision):
             return f"{ALREADY_FUSED}, with precision={module.precision!r}, an attribute of it"
         if isinstance(module, (FusedBlock, FusedFFN)):
             return ALREADY_FUSED
