@@ -116,7 +116,7 @@ def test_reasons_on_a_gpu_that_is_not_there() -> None:
     assert "in the float8 kernels" in said(2048, 8192, dtype=torch.float16, gated=True)
     assert "a width of 1032 is no multiple of 16" in said(1032, 4096)
     assert "a width of 512 is below 1,024" in said(512, 4096)
-    assert "too small: 17,179,869,184 FLOPs in a forward pass, launched" in said(1024, 4096, 1024)
+    assert "too small: 8,589,934,592 FLOPs in a kernel of the forward pass, launched" in said(1024, 4096, 1024)
     assert "operands of float32 are not quantised" in said(1024, 4096, dtype=torch.float32)
     assert "recompute=True forbids" in said(1024, 4096, recompute=True)
     assert "keep more bytes than recompute= allows" in said(1024, 4096, recompute=2**20)
