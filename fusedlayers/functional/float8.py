@@ -1,11 +1,12 @@
 """Operands in 8 bits, and the weights that stay quantised between the training calls of one step.
 
-Quantised weights are kept while the weight lives and does not change: its version counter and its address are compared
-at every use. Not every change shows there: optimizers, adapters that are merged and averages of weights may write to
-``parameter.data``, or with kernels of their own. So all is dropped at every step of a ``torch.optim.Optimizer``, and
-calls without gradients neither read nor keep anything. CUDA graphs quantise weights themselves, and nothing is kept
-of a trainable weight that was used in one, because a replay may change it. Under an initialised process group nothing
-is kept at all, as sharded training refills the memory of a weight without telling.
+Quantised weights are kept while the weight lives and does not change: its version counter, its storage and its address
+are compared at every use. Not every change shows there: optimizers, adapters that are merged and averages of weights
+may write to ``parameter.data``, or with kernels of their own. So all is dropped at every step of a
+``torch.optim.Optimizer``, calls without gradients neither read nor keep anything, and nothing is kept of buffers, which
+compiled graphs fill with the weights of one layer after the other. CUDA graphs quantise weights themselves, and nothing
+is kept of a trainable weight that was used in one, because a replay may change it. Under an initialised process group
+nothing is kept at all, as sharded training refills the memory of a weight without telling.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from typing import Any, ClassVar, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn import Parameter
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ..kernels import gemm_epilogue as kernels
@@ -42,21 +45,35 @@ _watching = False
 _steps_in_graphs = False
 
 
+class _Values:
+    """Which values a tensor has, as far as its version counter and its storage tell."""
+
+    __slots__ = ("storage", "version")
+
+    def __init__(self, tensor: Tensor) -> None:
+        # While there is a weak reference to a storage, no new one is taken for it, as may happen with an address.
+        self.storage, self.version = StorageWeakRef(tensor.untyped_storage()), tensor._version
+
+    def stand(self, tensor: Tensor) -> bool:
+        """Whether a tensor still has these values."""
+        return self.version == tensor._version and self.storage.cdata == tensor.untyped_storage()._cdata
+
+
 class _Kept:
     """What was made of the parts of one tensor, while that tensor lives and does not change."""
 
-    __slots__ = ("address", "made", "owner", "version")
+    __slots__ = ("address", "made", "owner", "values")
 
     def __init__(self, owner: Tensor) -> None:
         key = id(owner)
         self.owner = weakref.ref(owner, lambda _: _kept.pop(key, None))
-        self.address, self.version = owner.data_ptr(), owner._version
+        self.address, self.values = owner.data_ptr(), _Values(owner)
         # With what is kept of further tensors that it was made of.
         self.made: dict[tuple[object, ...], tuple[Any, list[_Kept]]] = {}
 
     def stands(self, owner: Tensor) -> bool:
         """Whether it is still the same tensor, with the same values."""
-        return self.owner() is owner and self.address == owner.data_ptr() and self.version == owner._version
+        return self.owner() is owner and self.address == owner.data_ptr() and self.values.stand(owner)
 
 
 def _kept_of(owner: Tensor) -> _Kept:
@@ -121,7 +138,7 @@ class Float8Operation(Operation):
             weight, other = tensors[position], found[position]
             if weight is not None and other is not weight and not weight.is_inference():
                 # What it was cast from lives on, and changes seldom.
-                other._fused_source = weight, weight._version
+                other._fused_source = weight, _Values(weight)
         return found
 
     def facts(self, plan: Any, device: Device) -> list[tuple[str, str]]:
@@ -131,8 +148,8 @@ class Float8Operation(Operation):
 
 def _source_of(weight: Tensor) -> Tensor:
     """What a weight was cast from, if that has not changed since; else itself."""
-    source, version = getattr(weight, "_fused_source", (None, 0))
-    return weight if source is None or source._version != version else source
+    source, values = getattr(weight, "_fused_source", (weight, None))
+    return weight if values is None or not values.stand(source) else source
 
 
 def _may_keep(owners: list[Tensor], problem: Any) -> bool:
@@ -148,7 +165,10 @@ def _may_keep(owners: list[Tensor], problem: Any) -> bool:
     if not problem.training or _steps_in_graphs:
         return False
     # Inference tensors have no version, and what a call has just computed does not come again.
-    return not any(owner.is_inference() or not owner.is_leaf or id(owner) in _in_graphs for owner in owners)
+    if any(owner.is_inference() or not owner.is_leaf or id(owner) in _in_graphs for owner in owners):
+        return False
+    # Not the buffers of a compiled graph.
+    return all(owner.requires_grad or isinstance(owner, Parameter) for owner in owners)
 
 
 def _note_graph(owner: Tensor) -> None:

@@ -221,7 +221,7 @@ def test_nothing_is_kept_of_a_weight_that_was_just_computed(made: Any) -> None:
 
 
 def test_nothing_is_kept_of_what_a_graph_used(made: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    given = {name: each.detach().requires_grad_(name == "w_up") for name, each in operands().items()}
+    given = {name: torch.nn.Parameter(each.detach(), name == "w_up") for name, each in operands().items()}
     call: Any = SimpleNamespace(problem=SimpleNamespace(captured=False, training=True), ready={})
     graph: Any = SimpleNamespace(problem=SimpleNamespace(captured=True, training=True), ready={})
     for each in (graph, call, call):

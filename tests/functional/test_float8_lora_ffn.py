@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -42,7 +43,7 @@ def operands(
 ) -> dict[str, Tensor]:
     """On the CPU whatever there is: the model is torch's."""
     found = inputs(ranks, gated=gated, dtype=dtype, leading=(M,), sizes=SIZES, wanted=wanted)
-    return {name: each.detach().cpu().requires_grad_(each.requires_grad) for name, each in found.items()}
+    return {name: Parameter(each.detach().cpu(), each.requires_grad) for name, each in found.items()}
 
 
 def lora_ffn(given: dict[str, Tensor], precision: str | None = "fp8", **options: Any) -> Tensor:

@@ -235,6 +235,7 @@ def test_compiled() -> None:
 
 def test_frozen_weights_are_quantised_once_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     given = operands((16, 16, 16), True, wanted=("x", *ADAPTERS))
+    given = {name: torch.nn.Parameter(each.detach(), each.requires_grad) for name, each in given.items()}
     of_weights = {tuple(given["w_up"].shape), tuple(given["w_down"].shape)}
     count = []
     for name in ("quantise_rows", "quantise_transposed"):

@@ -112,7 +112,7 @@ FLOAT8: tuple[Fault, ...] = (
     ),
     _fault(
         "stale quantised weight", _WEIGHTS,
-        " and self.version == owner._version", "",
+        "self.version == tensor._version and ", "",
         "functional/test_float8 quantised_once_until_they_change",
     ),
     _fault(
@@ -168,7 +168,17 @@ FLOAT8: tuple[Fault, ...] = (
     ),
     _fault(
         "cast weight that has changed since", _WEIGHTS,
-        "if source is None or source._version != version else source", "if source is None else source",
+        "if values is None or not values.stand(source) else source", "if values is None else source",
         "functional/test_float8 changes_between_both_passes",
+    ),
+    _fault(
+        "another storage at the address of a weight", _WEIGHTS,
+        " and self.storage.cdata == tensor.untyped_storage()._cdata", "",
+        "functional/test_float8_changed_weights new_memory_at_the_address",
+    ),
+    _fault(
+        "quantised buffer of a compiled graph", _WEIGHTS,
+        "owner.requires_grad or isinstance(owner, Parameter)", "True",
+        "functional/test_float8_changed_weights filled_again",
     ),
 )  # fmt: skip
