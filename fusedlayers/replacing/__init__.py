@@ -108,8 +108,8 @@ def replace(
         norm: whether to replace norms, too. Results change by a rounding, as an FFN's do.
         precision: "fp8" or a :class:`Float8`: FFNs and experts run in 8 bits where they can and where that is faster,
             and so does every other plain ``nn.Linear`` that is wide enough, except the head of a language model: it
-            becomes a :class:`SplitKLinear`. Adapters, other linears that have one, and what ``Float8.skip`` names stay
-            in 16 bits. The report says what does not run in 8 bits, and why. None: nothing does.
+            becomes a :class:`SplitKLinear`. Adapters and what ``Float8.skip`` names stay in 16 bits. The report says
+            what does not run in 8 bits, and why. None: nothing does.
         strict: raise if an FFN, or a module that looks like one, would stay as it is, or if nothing in the model is
             fused (instead of warning). Nothing is changed then.
         dry_run: report and change nothing.

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from ..functional.linear import LINEAR
 from ..functional.switches import backend
-from ..modules import SplitKLinear, say_once, why_not_plain, why_patched
+from ..modules import SplitKLinear, is_adapted, say_once, why_not_plain, why_patched
 from ..planning import Device
 from ..planning.float8 import why_narrow, why_uneven
 from .loss import heads_of
@@ -45,30 +45,32 @@ def replace_linears(
 ) -> None:
     """Find the linears that match a rule, or can run in 8 bits; ``in_ffns`` are those of FFNs."""
     idle = list(rules)
-    heads = set() if wish.word is None else heads_of(model)
+    stay = {} if wish.word is None else _in_16_bits(model, wish)
     for path, module in model.named_modules():
         if not isinstance(module, nn.Linear):
             continue
         given = next((rule for rule in rules if rule.takes(path, module)), None)
+        precision = None if module in stay else wish.word
+        if given is None and isinstance(module, FusedSplitKLinear) and module.precision != precision:
+            text = f"{ALREADY_FUSED}, with precision={module.precision!r}; restore it first to change that"
+            changes.skip(path, module, text)
         # Subclasses, SplitKLinear among them, are left alone.
         if given is None and (wish.word is None or type(module) is not nn.Linear or module in in_ffns):
             continue
         idle = [rule for rule in idle if rule is not given]
-        precision = wish.of(module)
-        reason = _why_left(module, in_ffns) if given else _why_not_in_8_bits(module, heads, precision)
+        reason = _why_left(module, in_ffns) if given else _why_not_in_8_bits(module, stay.get(module))
         if reason is not None:
             changes.skip(path, module, reason)
             continue
         rule = given or LinearRule()
-        text = f"{module.in_features} -> {module.out_features}"
-        if given is not None:
-            text = f"split_k={rule.split_k!r}, {rule.reduction}, {text}"
+        text = "" if given is None else f"split_k={rule.split_k!r}, {rule.reduction}, "
+        text += f"{module.in_features} -> {module.out_features}"
+        options: dict[str, Any] = {"split_k": rule.split_k, "reduction": rule.reduction, "precision": precision}
+        if module in stay:
+            text += f"; in 16 bits: {stay[module]}"
         else:
-            options: dict[str, Any] = {"weight": module.weight, "bias": module.bias, "precision": precision}
-            text += wish.in_words(LINEAR, changes.on, **options)
-        fused = fused_class(
-            FusedSplitKLinear, nn.Linear, split_k=rule.split_k, reduction=rule.reduction, precision=precision
-        )
+            text += wish.in_words(LINEAR, changes.on, weight=module.weight, bias=module.bias, **options)
+        fused = fused_class(FusedSplitKLinear, nn.Linear, **options)
         changes.change(path, module, fused, text, None, _why_no_kernels(module, rule, changes.on))
     changes.skipped += [Entry("(rules)", "Linear", None, f"no linear meets the conditions of {rule}") for rule in idle]
 
@@ -80,11 +82,21 @@ def _why_left(linear: nn.Linear, in_ffns: set[nn.Module]) -> str | None:
     return ALREADY_FUSED if isinstance(linear, SplitKLinear) else why_not_plain(linear)
 
 
-def _why_not_in_8_bits(linear: nn.Linear, heads: set[nn.Module], precision: str | None) -> str | None:
+def _in_16_bits(model: nn.Module, wish: Wish) -> dict[nn.Module, str]:
+    """The modules whose linears stay in 16 bits although they could run in 8, and why."""
+    wrappers: Any = [module for module in model.modules() if is_adapted(module)]
+    stay = {
+        linear: "it is part of an adapter"
+        for each in wrappers
+        for linear in (*each.lora_A.values(), *each.lora_B.values())
+    }
+    stay |= dict.fromkeys(heads_of(model), "it is the head of the model")
+    return stay | {module: SKIPPED for module in model.modules() if wish.of(module) is None}
+
+
+def _why_not_in_8_bits(linear: nn.Linear, reason: str | None) -> str | None:
     sizes = linear.in_features, linear.out_features
-    reason = None if precision else SKIPPED
-    reason = reason or ("it is the head of the model" if linear in heads else why_uneven(sizes) or why_narrow(sizes))
-    reason = reason or why_not_plain(linear)
+    reason = reason or why_uneven(sizes) or why_narrow(sizes) or why_not_plain(linear)
     return None if reason is None else f"not in 8 bits: {reason}"
 
 

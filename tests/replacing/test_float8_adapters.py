@@ -88,6 +88,28 @@ def test_what_runs_in_8_bits_and_back(dropout: float) -> None:
             assert torch.equal(model.eval()(x), expected)
 
 
+def test_adapters_of_a_rank_as_wide_as_a_layer_stay_in_16_bits() -> None:
+    model, x = made(r=WIDTH), drawn()
+    with in_8_bits():
+        report = fl.replace(model, precision="fp8")
+        with decisions() as taken:
+            model(x)
+    assert taken == {"lora_ffn float8": 2, "linear float8": 2}
+    left = {entry.path: entry.reason for entry in report.skipped}
+    assert left["0.query.lora_A.default"] == "not in 8 bits: it is part of an adapter"
+
+
+@pytest.mark.parametrize("wrapped", ["target_modules", "modules_to_save"])
+def test_a_head_that_peft_wraps_stays_in_16_bits(wrapped: str) -> None:
+    model = nn.ModuleDict({"query": nn.Linear(WIDTH, WIDTH), "lm_head": nn.Linear(WIDTH, 96)})
+    options: Any = {"target_modules": ["query"], "modules_to_save": []}
+    options[wrapped] = [*options[wrapped], "lm_head"]
+    adapted = peft.get_peft_model(model, peft.LoraConfig(r=8, **options)).to(BFLOAT16)
+    with in_8_bits():
+        report = fl.replace(adapted, precision="fp8")
+    assert [entry.path.removeprefix("base_model.model.") for entry in report.replaced] == ["query.base_layer"]
+
+
 def test_float32_adapters_of_weights_in_16_bits_run_in_8_bits_under_autocast() -> None:
     model, x = made(("up", "down")), drawn()
     for name, each in model.named_parameters():

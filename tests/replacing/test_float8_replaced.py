@@ -170,6 +170,24 @@ def test_rules_and_precision_together(model: Model) -> None:
             assert reason.startswith("Runs in 16 bits"), (path, reason)
 
 
+def test_a_rule_does_not_take_the_head_into_8_bits(model: Model) -> None:
+    with in_8_bits():
+        rules = [fl.LinearRule(names=("lm_head", "layers.0.query"))]
+        texts = {entry.path: entry.reason for entry in fl.replace(model, rules=rules, precision="fp8").replaced}
+    assert (model.lm_head.precision, model.layers[0].query.precision) == (None, "fp8")
+    assert texts["lm_head"] == "split_k='auto', workspace, 64 -> 96; in 16 bits: it is the head of the model"
+    assert texts["layers.0.query"] == "split_k='auto', workspace, 64 -> 64; fp8"
+
+
+def test_linears_keep_their_precision_until_they_are_restored(model: Model) -> None:
+    with in_8_bits():
+        fl.replace(model, precision="fp8")
+        again = fl.replace(model, precision=fl.Float8(skip="*.query"))
+    assert {entry.reason for entry in again.skipped if entry.path.endswith("query")} == {
+        "already fused, with precision='fp8'; restore it first to change that"
+    }
+
+
 def test_copies_and_pickles_of_what_was_replaced(model: Model) -> None:
     with in_8_bits():
         fl.replace(model, precision="fp8")

@@ -20,7 +20,15 @@ from torch.compiler import is_dynamo_compiling
 from ...functional.call import traced, transformed
 from ...functional.linear_cross_entropy import LINEAR_CROSS_ENTROPY, linear_cross_entropy
 from ...functional.operands import compute_dtype
-from ...modules import LinearCrossEntropyLoss, class_name, outside_of_traces, say_once, why_not_now, why_not_plain
+from ...modules import (
+    LinearCrossEntropyLoss,
+    class_name,
+    class_path,
+    outside_of_traces,
+    say_once,
+    why_not_now,
+    why_not_plain,
+)
 from ...planning import Device
 from ...planning.linear_cross_entropy import saved_bytes as kept_for_loss
 from ..reading.sources import codes_in
@@ -64,14 +72,15 @@ _HEADS = ("lm_head", "head", "embed_out", "output_projection", "classifier", "sc
 def heads_of(model: nn.Module) -> set[nn.Module]:
     """The linear layers of ``model`` that make logits: by their name, or because they share the embedding's weight."""
     embedded = {id(each.weight) for each in model.modules() if isinstance(each, nn.Embedding)}
-    found = set()
+    found: set[nn.Module] = set()
     for path, module in model.named_modules():
         if (name := find_head(module)) is not None:
-            found.add(cast(nn.Module, getattr(module, name)))
-        if isinstance(module, nn.Linear) and (
+            found.update(cast(nn.Module, getattr(module, name)).modules())
+        # peft's wrappers hold the layer, or several of them.
+        if (isinstance(module, nn.Linear) or class_path(type(module)).startswith("peft.")) and (
             path.rpartition(".")[2] in _HEADS or id(module._parameters.get("weight")) in embedded
         ):
-            found.add(module)
+            found.update(module.modules())
         if isinstance(module, LinearCrossEntropyLoss):
             found.add(module.linear)
     return found
