@@ -119,11 +119,8 @@ class Float8Problem(Problem):
         """What of the call 8 bits cannot give, or None."""
         if self.recompute is True:
             return "products in 8 bits keep pre-activations, which recompute=True forbids"
-        if (
-            self.saved_limit is not None
-            and self.training
-            and self.kept_elements * self.element_bytes > self.saved_limit
-        ):
+        # Without gradients, too, although nothing is kept then: values must not depend on that.
+        if self.saved_limit is not None and self.kept_elements * self.element_bytes > self.saved_limit:
             return "products in 8 bits keep more bytes than recompute= allows"
         return None
 

@@ -109,6 +109,7 @@ def test_what_of_a_call_8_bits_cannot_give() -> None:
     for problem, reason in (
         (ffn(recompute=True, **TRAINED), "recompute=True forbids"),
         (ffn(saved_limit=2**20, **TRAINED), "more bytes than recompute= allows"),
+        (ffn(saved_limit=2**20), "more bytes than recompute= allows"),
         (linear(split_k=2), "ask for split kernels"),
         (linear(atomic=True), "ask for split kernels"),
     ):
