@@ -104,8 +104,10 @@ class SplitKLinear(nn.Linear):
         """Everything is read as torch's own forward reads it, so that Dynamo guards hardly more than there."""
         if getattr(x, "is_nested", False) is not False:
             return F.linear(x, self.weight, self.bias)
+        # A Float8 that was assigned: the graph takes its word.
+        precision = getattr(self.precision, "word", self.precision)
         found: list[Tensor] = _operation(
-            x, self.weight, self.bias, None, f"{self.split_k}", self.reduction, self.precision, self.traced_switches()
+            x, self.weight, self.bias, None, f"{self.split_k}", self.reduction, precision, self.traced_switches()
         )
         return found[0]
 

@@ -217,6 +217,8 @@ def traced_ffn(
             dropout_p = dropout if block.training else 0.0
     if recompute is None:
         recompute, precision = block.recompute, block.precision
+        # A Float8 that was assigned: the graph takes its word.
+        precision = getattr(precision, "word", precision)
     if adapters is not None:
         (up_a, up_b, _, up_scale, _), (down_a, down_b, _, down_scale, _) = factors[:2]
         gate_a, gate_b, _, gate_scale, _ = factors[2] if gate_path is not None else (None, None, None, 1.0, 0.0)

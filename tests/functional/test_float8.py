@@ -365,6 +365,18 @@ def test_compiled() -> None:
     assert all(torch.equal(value, found[name]) for name, value in gradients(y, given, dy).items())
 
 
+@pytest.mark.parametrize("kind", [fl.FusedFFN, fl.SplitKLinear])
+def test_a_recipe_that_was_assigned_to_a_compiled_module(kind: Any) -> None:
+    module, x = kind(K, N, dtype=BFLOAT16), operands()["x"]
+    compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
+    for recipe in (None, fl.Float8(weight_gradient="bf16"), "rowwise"):
+        module.precision = recipe
+        with decisions() as taken:
+            expected = module(x)
+        assert any(name.endswith("float8") for name in taken) is (recipe is not None)
+        assert torch.equal(compiled(x), expected)
+
+
 def test_copies_and_state_dicts_know_nothing_of_it() -> None:
     block = fl.FusedFFN(K, N, precision="fp8", dtype=BFLOAT16)
     x = torch.randn(M, K).to(BFLOAT16)
