@@ -7,6 +7,9 @@ may write to ``parameter.data``, or with kernels of their own. So all is dropped
 compiled graphs fill with the weights of one layer after the other. CUDA graphs quantise weights themselves, and nothing
 is kept of a trainable weight that was used in one, because a replay may change it. Under an initialised process group
 nothing is kept at all, as sharded training refills the memory of a weight without telling.
+
+Of frozen weights :func:`keep_frozen_weights` promises that nobody writes to them like that: then they stay quantised,
+for calls without gradients, too.
 """
 
 from __future__ import annotations
@@ -32,6 +35,7 @@ from ..kernels.tuning import EpiloguePipeline
 from ..planning import Device, Float8Plan
 from ..planning.float8 import IN_16_BITS
 from .operation import Operation, Tensors
+from .options import checked_flag
 from .prepared import Prepared
 
 _Made = TypeVar("_Made")
@@ -43,6 +47,7 @@ _in_graphs: dict[int, weakref.ref[Tensor]] = {}
 _watching = False
 # Whether a step of an optimizer was captured: each replay changes weights.
 _steps_in_graphs = False
+_keeps_frozen = False
 
 
 class _Values:
@@ -74,6 +79,11 @@ class _Kept:
     def stands(self, owner: Tensor) -> bool:
         """Whether it is still the same tensor, with the same values."""
         return self.owner() is owner and self.address == owner.data_ptr() and self.values.stand(owner)
+
+    def is_frozen(self) -> bool:
+        """Whether it lives and needs no gradient."""
+        owner = self.owner()
+        return owner is not None and not owner.requires_grad
 
 
 def _kept_of(owner: Tensor) -> _Kept:
@@ -153,8 +163,9 @@ def _source_of(weight: Tensor) -> Tensor:
 
 
 def _may_keep(owners: list[Tensor], problem: Any) -> bool:
+    frozen = _keeps_frozen and not any(owner.requires_grad for owner in owners)
     distributed = sys.modules.get("torch.distributed")
-    if distributed is not None and distributed.is_available() and distributed.is_initialized():
+    if not frozen and distributed is not None and distributed.is_available() and distributed.is_initialized():
         return False
     _watch_optimizers()
     if problem.captured or (owners[0].is_cuda and is_capturing()):
@@ -162,7 +173,7 @@ def _may_keep(owners: list[Tensor], problem: Any) -> bool:
             if owner.requires_grad:
                 _note_graph(owner)
         return False
-    if not problem.training or _steps_in_graphs:
+    if not frozen and (_steps_in_graphs or not problem.training):
         return False
     # Inference tensors have no version, and what a call has just computed does not come again.
     if any(owner.is_inference() or not owner.is_leaf or id(owner) in _in_graphs for owner in owners):
@@ -191,11 +202,34 @@ def _after_step(*_: Any) -> None:
     global _steps_in_graphs
     if torch.cuda.is_available() and is_capturing():
         _steps_in_graphs = True
-    _kept.clear()
+    for key, kept in list(_kept.items()):
+        if _keeps_frozen and kept.is_frozen():
+            parts = kept.made.items()
+            kept.made = {name: part for name, part in parts if all(other.is_frozen() for other in part[1])}
+        else:
+            _kept.pop(key, None)
 
 
 def forget_weights() -> None:
     """Drops all quantised weights: for weights that were changed past their version counter, and no optimizer."""
+    _kept.clear()
+
+
+def keep_frozen_weights(keep: bool = True) -> None:
+    """Quantise weights that need no gradient once instead of once a step, and keep them for calls without gradients.
+
+    It is a promise that such weights change only in ways that their version counter or their address shows, until
+    :func:`forget_weights` is called. Merging adapters changes neither: peft adds to ``weight.data``. A weight keeps two
+    bytes an element: one for each pass.
+
+    Args:
+        keep: False: frozen weights are quantised once a step again, which is the default.
+
+    Raises:
+        TypeError: ``keep`` is not a bool.
+    """
+    global _keeps_frozen
+    _keeps_frozen = checked_flag("keep", keep)
     _kept.clear()
 
 

@@ -31,6 +31,7 @@ from typing import Literal
 from torch import nn
 
 from ..functional.ffn.arguments import check_recompute
+from ..functional.float8 import forget_weights
 from ..functional.options import checked_flag
 from ..functional.precision import Float8
 from ..modules import FusedFFN, SplitKLinear, class_name, class_path, forget
@@ -167,6 +168,8 @@ def replace(
 def restore(model: nn.Module) -> None:
     """Undo `replace`: every replaced block in ``model`` gets its own class back, and so its own forward.
 
+    Weights that are kept in 8 bits are dropped, those of other models, too.
+
     Raises:
         TypeError: ``model`` is not a module.
         ValueError: something (FSDP2, parametrize) has changed the class of a replaced block since; nothing is undone.
@@ -181,6 +184,7 @@ def restore(model: nn.Module) -> None:
     for _, module in blocks:
         _set_class(module, module.fused_from)
         forget(module)
+    forget_weights()
 
 
 def _set_class(module: nn.Module, kind: type) -> None:

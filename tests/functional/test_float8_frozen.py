@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+from torch.nn import Parameter
 
 from fusedlayers import reference
 from fusedlayers.closeness.noise import OF_LAYER, OF_WEIGHT_GRADIENT, sqnr
@@ -110,3 +112,70 @@ def test_copies_of_two_parts_of_one_weight_are_freed_at_a_step() -> None:
     freed = [each() is None for each in copies]
     gc.enable()
     assert all(freed)
+
+
+@pytest.fixture
+def keeping() -> Iterator[None]:
+    float8.keep_frozen_weights()
+    yield
+    float8.keep_frozen_weights(False)
+
+
+def frozen_weights(given: dict[str, Any]) -> dict[str, Any]:
+    frozen: dict[str, Any] = {name: Parameter(each.detach(), requires_grad=False) for name, each in given.items()}
+    return frozen | {"x": given["x"]}
+
+
+def step() -> None:
+    torch.optim.SGD([torch.zeros(1, requires_grad=True)]).step()
+
+
+def test_frozen_weights_are_kept_on_request(keeping: None, made: Any) -> None:
+    """Over steps and without gradients, until they change or are to be forgotten."""
+    given, dy = operands(True), torch.randn(M, O)
+    frozen = frozen_weights(given)
+    y = ffn(frozen)
+    dx = gradients(y, frozen, dy)["x"]
+    made.clear()
+    step()
+    with torch.no_grad():
+        assert torch.equal(ffn(frozen), y)
+    assert made["rows"] == 1
+    assert torch.equal(gradients(ffn(frozen), frozen, dy)["x"], dx)
+    assert (made["rows"], made["transposed"]) == (3, 0)
+    for change in (lambda: frozen["w_up"].mul_(2), float8.forget_weights):
+        made.clear()
+        change()
+        with torch.no_grad():
+            changed = ffn(frozen)
+        assert made["rows"] == 4
+        assert torch.equal(changed, ffn({name: each.clone() for name, each in frozen.items()}))
+    assert not torch.equal(changed, y)
+
+
+def test_what_is_trained_is_never_kept_longer(keeping: None, made: Any) -> None:
+    given, dy = operands(), torch.randn(M, O)
+    mixed = given | {"w_up": frozen_weights(given)["w_up"]}
+    for _ in range(2):
+        made.clear()
+        gradients(ffn(mixed), mixed, dy)
+        # x, dy and two weights in rows; both weights transposed.
+        assert (made["rows"], made["transposed"]) == (4, 2)
+        step()
+        assert not any(kept.made for kept in float8._kept.values())
+        with torch.no_grad():
+            mixed["w_down"].data.mul_(2)
+    expected = ffn({name: each.detach().clone() for name, each in mixed.items()})
+    assert torch.equal(ffn(mixed), expected)
+    float8.keep_frozen_weights(False)
+    assert not float8._kept
+    frozen = frozen_weights(given) | {"x": given["x"].detach()}
+    for _ in range(2):
+        made.clear()
+        ffn(frozen)
+        assert made["rows"] == 3
+
+
+def test_a_promise_is_a_bool() -> None:
+    with pytest.raises(TypeError, match="keep must be True or False, got 1"):
+        float8.keep_frozen_weights(1)  # type: ignore[arg-type]
