@@ -113,7 +113,9 @@ def from_weights(kind: object, weights: Sequence[Tensor], call: Prepared, make: 
     if known is not None and all(one is other for one, other in zip(known[1], others, strict=True)):
         found: _Made = known[0]
         return found
-    made = make()
+    # A later call may save what is made here for its backward pass, which no inference tensor can be.
+    with torch.inference_mode(False), torch.no_grad():
+        made = make()
     first.made[key] = made, others
     return made
 

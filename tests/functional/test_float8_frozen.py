@@ -153,6 +153,19 @@ def test_frozen_weights_are_kept_on_request(keeping: None, made: Any) -> None:
     assert not torch.equal(changed, y)
 
 
+def test_what_inference_made_serves_training(keeping: None, made: Any) -> None:
+    given, dy = operands(), torch.randn(M, O)
+    frozen = frozen_weights(given)
+    with torch.inference_mode():
+        y = ffn(frozen)
+    made.clear()
+    found = ffn(frozen)
+    assert made["rows"] == 1
+    assert torch.equal(found, y)
+    expected = gradients(ffn(given), given, dy)["x"]
+    assert torch.equal(gradients(found, frozen, dy)["x"], expected)
+
+
 def test_what_is_trained_is_never_kept_longer(keeping: None, made: Any) -> None:
     given, dy = operands(), torch.randn(M, O)
     mixed = given | {"w_up": frozen_weights(given)["w_up"]}
