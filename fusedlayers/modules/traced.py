@@ -54,7 +54,7 @@ class TracedFFN(NamedTuple):
     gate_rows: str | None  # of the up linear
     name: str  # of the activation, in this library
     switches: str
-    plain: tuple[type[Tensor], ...]
+    plain: type[Tensor]
     strided: torch.layout
     recompute: Literal["auto"] | bool | int | None
     precision: str | None
@@ -121,7 +121,7 @@ def traceable(
         gate_rows=pieces.gate_rows,
         name=pieces.activation,
         switches=FFN.composite.switches(),
-        plain=(Tensor, nn.Parameter),
+        plain=Tensor,
         strided=torch.strided,
         recompute=recompute,
         precision=precision,
@@ -166,7 +166,10 @@ def traced_ffn(
         precision,
     ) = facts  # fmt: skip
     for tensor in (x,) if residual is None else (x, residual):
-        if type(tensor) not in plain or tensor.layout is not strided or tensor.is_nested:
+        # nn.Parameter is a global: Dynamo cannot make a constant of it.
+        if type(tensor) is not plain and type(tensor) is not nn.Parameter:
+            return None
+        if tensor.layout is not strided or tensor.is_nested:
             return None
     parts: list[Any] = []
     for path in (up_path, down_path, gate_path, activation_path, dropout_path):

@@ -32,8 +32,8 @@ from ..swapping import OWN_FORWARD, restored_method
 from .blocks import FusedBlock, try_fused
 from .finding import find_by_rule, identities, next_children
 
-# (path, value) of attributes.
-_Watched = tuple[tuple[str, Any], ...]
+# (path, value) of attributes, and paths of those that are functions.
+_Watched = tuple[tuple[tuple[str, Any], ...], tuple[str, ...]]
 
 
 class FusedByRule(FusedBlock):
@@ -64,12 +64,13 @@ class FusedByRule(FusedBlock):
         return found
 
     def has_changed(self, watched: _Watched) -> bool:
-        """Whether any of these attributes has changed; Dynamo guards what it reads here.
-
-        Dynamo cannot compare functions: one that is patched after compilation is noticed when the block is traced
-        again.
-        """
-        for name, value in watched:
+        """Whether any of these attributes has changed; Dynamo guards what it reads here."""
+        options, functions = watched
+        for name in functions:
+            # Dynamo cannot compare functions, but it guards which one is read.
+            if attribute(self, name) is None:
+                return True
+        for name, value in options:
             now = attribute(self, name, ABSENT)
             if not isinstance(value, tuple):
                 if now != value:
@@ -109,7 +110,10 @@ class FusedByRule(FusedBlock):
         )  # fmt: skip
         # A method that holds the FFN applies that dropout itself.
         path = rule.output_dropout if self.fused_whole else None
-        return facts, path, isinstance(attribute(self, path), nn.Module), rule.conditions.options
+        options = rule.conditions.options
+        functions = tuple(name for name, value in options if callable(value) and not isinstance(value, type))
+        watched = tuple(each for each in options if each[0] not in functions), functions
+        return facts, path, isinstance(attribute(self, path), nn.Module), watched
 
 
 class FusedWholeBlock(FusedByRule):
