@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import types
 from collections.abc import Hashable
 from typing import Any
 
@@ -52,12 +53,24 @@ def _is_hashable(value: object) -> bool:
 
 
 def _names_read(kind: type[nn.Module], forward: object) -> frozenset[str]:
-    """The names in the methods of a class, except in __init__; ``forward`` may be patched."""
-    functions: list[Any] = [forward]
-    for base in kind.__mro__[: kind.__mro__.index(nn.Module)]:
-        functions += [function for name, function in vars(base).items() if name != "__init__"]
-    found = [inner.__code__ for each in functions if hasattr(inner := inspect.unwrap(each), "__code__")]
-    codes = [each for code in found for each in codes_in(code)]
-    # hasattr and getattr take names as strings.
-    strings = {value for each in codes for value in each.co_consts if isinstance(value, str)}
-    return frozenset(strings.union(*(each.co_names for each in codes)))
+    """The names in the methods and properties of a class, except in __init__, and in the user's functions that these
+    call; ``forward`` may be patched."""
+    left: list[Any] = [forward]
+    for base in kind.__mro__:
+        if base not in (nn.Module, object):
+            left += [function for name, function in vars(base).items() if name != "__init__"]
+    names: set[str] = set()
+    seen = set()
+    while left:
+        each = left.pop()
+        function: Any = inspect.unwrap(getattr(each, "fget", None) or each)
+        if not isinstance(function, types.FunctionType) or function in seen:
+            continue
+        seen.add(function)
+        for code in codes_in(function.__code__):
+            # hasattr and getattr take names as strings.
+            names.update(code.co_names, (value for value in code.co_consts if isinstance(value, str)))
+            called = [function.__globals__.get(name) for name in code.co_names]
+            own = [each for each in called if isinstance(each, types.FunctionType)]
+            left += [each for each in own if not str(each.__module__).startswith("torch.")]
+    return frozenset(names)

@@ -297,3 +297,57 @@ def test_a_message_does_not_write_out_a_long_chain() -> None:
             [skipped] = fl.replace(Wrong(layers), dry_run=True).skipped
         assert said in skipped.reason
         assert len(skipped.reason) < 2000
+
+
+def chosen(block: Any, x: Tensor) -> Tensor:
+    return F.relu(x) if block.kind == "relu" else F.gelu(x)
+
+
+class Chosen:
+    """Chooses an activation; not a module itself."""
+
+    def act(self, x: Tensor) -> Tensor:
+        return chosen(self, x)
+
+
+class OfKind(nn.Module, Chosen):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.fc1, self.fc2, self.kind = nn.Linear(K, N), nn.Linear(N, K), kind
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc2(self.act(self.fc1(x)))
+
+
+class OfProperty(OfKind):
+    @property
+    def activation(self) -> Callable[[Tensor], Tensor]:
+        return F.relu if self.kind == "relu" else F.gelu
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc2(self.activation(self.fc1(x)))
+
+
+class NormOfProperty(nn.Module):
+    def __init__(self, eps: float) -> None:
+        super().__init__()
+        self.weight, self.variance_epsilon = nn.Parameter(torch.ones(K)), eps
+
+    @property
+    def eps(self) -> float:
+        return self.variance_epsilon
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.weight * x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)
+
+
+@pytest.mark.parametrize("kind", [OfKind, OfProperty])
+def test_blocks_of_one_class_whose_properties_or_functions_choose(kind: Callable[[str], nn.Module]) -> None:
+    report = fl.replace(nn.Sequential(kind("relu"), kind("gelu"), kind("relu")))
+    assert not report.skipped
+    assert [entry.reason.split()[2] for entry in report.replaced] == ["relu,", "gelu,", "relu,"]
+
+
+def test_norms_of_one_class_whose_properties_differ() -> None:
+    model = nn.Sequential(NormOfProperty(1e-5), NormOfProperty(1e-2))
+    assert ["1e-05" in entry.reason for entry in fl.replace(model).replaced] == [True, False]
