@@ -314,3 +314,53 @@ def test_compiled(name: str) -> None:
     theirs = results(own, x)
     for name, tensor in results(twin, x, call=lambda *inputs: compiled(*inputs)).items():
         torch.testing.assert_close(tensor, theirs[name])
+
+
+def functional(up: nn.Module, down: nn.Module, x: Tensor) -> Tensor:
+    return down(torch.relu(up(x)))
+
+
+class Given(Layer):
+    """Whose methods are given the linears that they call."""
+
+    def whole(self, up: nn.Module, x: Tensor, *, down: nn.Module) -> Tensor:
+        return down(self.act(up(x)))
+
+    def nested(self, up: nn.Module, down: nn.Module, x: Tensor) -> Tensor:
+        return torch.sin(self.whole(up, x, down=down))
+
+    static = staticmethod(functional)
+
+
+WHOLE = "x = x + self.whole(self.up, self.attention(x), down=self.down)\n"
+GIVEN = {
+    "a method": f"{WHOLE}return x",
+    "a method, twice": f"{WHOLE}{WHOLE}return x",
+    "a method that calls another one": "return x + self.nested(self.up, self.down, x)",
+}
+GIVEN_TO_OTHERS = {
+    "a function": "return x + functional(self.up, self.down, self.attention(x))",
+    "a static method": "return x + self.static(self.up, self.down, self.attention(x))",
+}
+
+
+@pytest.mark.parametrize("name", GIVEN)
+def test_an_ffn_in_a_method_that_is_given_its_linears_is_fused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = count_fused_calls(monkeypatch)
+    own, twin = pair(written(Given, GIVEN[name]), 0.0)
+    assert len(fl.replace(twin).replaced) == 1
+    x = torch.randn(4, 6)
+    assert_same(results(twin, x), results(own, x))
+    assert len(calls) == (2 if "twice" in name else 1)
+    for each in (own, twin):
+        each.whole = lambda up, x, down: down(up(x))
+    assert_same(results(twin, x), results(own, x))
+
+
+@pytest.mark.filterwarnings("ignore:nothing was replaced")
+@pytest.mark.parametrize("name", GIVEN_TO_OTHERS)
+def test_an_ffn_in_a_function_that_is_given_its_linears_is_left(name: str) -> None:
+    [entry] = fl.replace(written(Given, GIVEN_TO_OTHERS[name])(0.0)).skipped
+    call = GIVEN_TO_OTHERS[name].removeprefix("return x + ")
+    assert entry.reason == f"up, down: its forward runs its FFN in `{call}`, which is no method of it"
+    assert entry.is_ffn_left

@@ -53,7 +53,10 @@ def edits_for(reader: Reader, ffn: FFN, owner: type[nn.Module], name: str) -> tu
         NotUnderstood: the method uses its hidden for something else, too.
     """
     methods: list[EditedMethod] = []
-    _Edits(reader, ffn, methods, reader.outermost).add(owner, name)
+    edits = _Edits(reader, ffn, methods, reader.outermost)
+    edits.add(owner, name)
+    if not edits.downs:
+        raise NotUnderstood(f"calls {ffn.down} in code that cannot be edited")
     return tuple(methods)
 
 
@@ -143,6 +146,8 @@ class _Edits:
                 return self._of_hidden(node)
             if used := [each for each in self._parts(node) if self._is_hidden(each)]:
                 return self._of_use(node, used)
+            if isinstance(node, ast.Call) and (whole := self._of_whole(node)) is not None:
+                return whole
         tested = node.test if isinstance(node, _TESTING) else node.value if isinstance(node, ast.AugAssign) else node
         if tested is not node and self._is_hidden(tested):
             raise _used(tested)
@@ -229,6 +234,29 @@ class _Edits:
         if not isinstance(called, Part) or called.path != self.ffn.down:
             return self._of_call(node, used[0])
         return self._ffn(used[0])
+
+    def _of_whole(self, node: ast.Call) -> ast.expr | None:
+        """A call of a method of the block that runs the whole FFN, and is edited itself; None for any other call."""
+        block, called, frames = self.reader.block, self._value(node.func), self.frame.called.get(node, [])
+        name = called.name if isinstance(called, Method) and called.owner == Part("", block) else ""
+        for frame in frames:
+            known = len(self.methods)
+            inner = _Edits(self.reader, self.ffn, self.methods, frame)
+            if frame not in _frames_with(frame, {self.ffn.down}):
+                continue
+            number = inner.add(type(block), name)
+            if not inner.downs:
+                # It only reads the last linear.
+                del self.methods[known:]
+                continue
+            if len(frames) > 1:
+                raise NotUnderstood(f"runs `{ast.unparse(node)}` for this FFN and for something else")
+            if not name or not isinstance(node.func, ast.Attribute):
+                raise NotUnderstood(f"runs its FFN in `{ast.unparse(node)}`, which is no method of it")
+            self.downs += inner.downs
+            given = [self.edit(each) for each in (node.func.value, *node.args)]
+            return ast.copy_location(ast.Call(_fused(number + 1), given, self.edit(node.keywords)), node)
+        return None
 
     def _ffn(self, hidden: ast.expr) -> ast.expr:
         """A call of the FFN with the replacement of the hidden; in a child this is already its result."""
