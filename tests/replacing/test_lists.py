@@ -11,12 +11,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fusedlayers as fl
+from tests.support.ffn_blocks import count_fused_calls
 from tests.support.written import written
 
 pytestmark = pytest.mark.filterwarnings("ignore:nothing was replaced")
 
 # What the bodies of the forwards below use.
 __all__ = ["F"]
+
+
+@pytest.fixture
+def fused_calls(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    return count_fused_calls(monkeypatch)
 
 
 class Parallel(nn.Module):
@@ -127,30 +133,60 @@ class TwoPairs(Pairs):
         return x + two[1](F.gelu(two[0](x)))
 
 
+class TwoOfThree(Parallel):
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.downs[0](F.gelu(self.ups[0](x)))
+        return x + self.downs[1](F.gelu(self.ups[1](x)))
+
+
+class ByIndex(Parallel):
+    """A method runs the FFN whose number it is given."""
+
+    def block(self, index: int, x: Tensor) -> Tensor:
+        return x + self.downs[index](F.gelu(self.ups[index](x)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.block(1, self.block(0, x))
+
+
 SECOND = {
-    Two: ("", "other.up, other.down: only one FFN of a module is fused"),
-    TwoPairs: (
-        "layers.1",
-        "looks like an FFN (0, 1: 6 -> 10 -> 6), but TwoPairs, which holds them, runs another FFN, "
-        "and only one is fused",
-    ),
+    Two: "other.up, other.down",
+    TwoPairs: "layers.1.0, layers.1.1",
+    TwoOfThree: "ups.1, downs.1",
+    ByIndex: "ups.1, downs.1",
 }
 
 
 @pytest.mark.parametrize("kind", SECOND)
-def test_a_second_ffn_of_a_method_is_left_with_a_reason(kind: type[nn.Module]) -> None:
-    report = fl.replace(kind())
+def test_a_second_ffn_of_a_method_is_left_with_a_reason(kind: type[nn.Module], fused_calls: list[float]) -> None:
+    own, x = kind(), torch.randn(3, 6)
+    model = copy.deepcopy(own)
+    report = fl.replace(model)
     assert len(report.replaced) == 1
     [entry] = report.skipped
-    assert (entry.path, entry.reason) == SECOND[kind]
+    assert (entry.path, entry.reason) == ("", f"{SECOND[kind]}: only one FFN of a module is fused")
+    assert entry.is_ffn_left
+    torch.testing.assert_close(model(x), own(x))
+    assert len(fused_calls) == 1
+
+
+def test_a_method_that_a_loop_calls_with_each_index_is_left() -> None:
+    kind = written(ByIndex, "for index in range(3):\n    x = self.block(index, x)\nreturn x")
+    [entry] = fl.replace(kind()).skipped
+    assert entry.reason == (
+        "ups.0, downs.0: its forward runs `self.block(index, x)` for this FFN and for something else"
+    )
     assert entry.is_ffn_left
 
 
 def test_a_second_ffn_keeps_its_reason_in_a_second_replace() -> None:
     model = TwoPairs()
     fl.replace(model)
-    reasons = [entry.reason for entry in fl.replace(model).skipped]
-    assert reasons == ["already fused", SECOND[TwoPairs][1].replace("TwoPairs", "FusedTwoPairs")]
+    assert [entry.reason for entry in fl.replace(model).skipped] == [
+        "already fused",
+        "looks like an FFN (0, 1: 6 -> 10 -> 6), but FusedTwoPairs, which holds them, runs another FFN, "
+        "and only one is fused",
+    ]
 
 
 @pytest.mark.parametrize("body", ["return down(F.gelu(up(x)))", "return x + down(F.gelu(up(x)))"])

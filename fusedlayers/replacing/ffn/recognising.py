@@ -52,9 +52,12 @@ def candidates(block: nn.Module, taken: set[nn.Module]) -> list[Site]:
     found: list[Site] = []
     for name, child in block.named_children():
         inside = [("", child)] if sizes_of_linear(child) else list(linears(child))
-        if any(linear in taken for _, linear in inside):
+        if isinstance(child, (nn.ModuleList, nn.ModuleDict)):
+            fused = {path.partition(".")[0] for path, linear in inside if linear in taken}
+            inside = [(path, linear) for path, linear in inside if path.partition(".")[0] not in fused]
+        elif any(linear in taken for _, linear in inside):
             continue
-        if not isinstance(child, (nn.ModuleList, nn.ModuleDict)):
+        else:
             # What the child's own children hold is theirs.
             inside = [(path, linear) for path, linear in inside if "." not in path]
         found += [Site(f"{name}.{path}".rstrip("."), *sizes_of_linear(linear)) for path, linear in inside]  # type: ignore[misc]
@@ -81,10 +84,9 @@ def recognise(block: nn.Module, taken: set[nn.Module]) -> FoundRule | str | None
         return _whole_block(block, widths[0])
     allowed = {site.path for site in found}
     heads = {path.partition(".")[0] for path in allowed}
-    for name, method, names in _methods(block):
-        # It names a linear, or a module that holds one.
-        if heads.isdisjoint(names):
-            continue
+    methods = list(_methods(block))
+    # First those that name a linear, or a module that holds one: others may call them with the index of one.
+    for name, method, _ in sorted(methods, key=lambda each: heads.isdisjoint(each[2])):
         for rule in _rules_inside(block, name, method, allowed, reasons):
             return rule
     # A layer that is more than an FFN may still hold one: report these reasons only if there is no other.
