@@ -88,7 +88,7 @@ def explain(
 def _explained(
     target: Any, inputs: Sequence[Any], options: dict[str, Any], facts: Device | None
 ) -> Explanation | ModelExplanation:
-    if is_model(target):
+    if is_model(target, *inputs):
         return _model(target, inputs, options, facts)
     # A MaxSim has no weights, and only calls its function.
     function = getattr(target, "function", target)

@@ -14,6 +14,7 @@ from ..functional.operation import Operation, operation_of
 from ..modules import FFNPieces, FusedFFN, FusedMoE, LinearCrossEntropyLoss, SplitKLinear, linear_weight
 from ..replacing.experts import FusedExperts, routing_of_experts
 from ..replacing.ffn.blocks import FusedBlock, FusedSequentialFFN
+from ..replacing.ffn.by_rule import FusedInside
 from ..replacing.loss import FusedLossHead
 
 _BLOCKS = (FusedBlock, FusedExperts, FusedFFN, FusedLossHead, FusedMoE, LinearCrossEntropyLoss, SplitKLinear)
@@ -41,8 +42,8 @@ def function_and_arguments(
     return getattr(module, "function", functional.lora_ffn if adapted else functional.ffn), arguments
 
 
-def is_model(target: object) -> bool:
-    """Whether ``target`` holds blocks of this library that are explained one by one."""
+def is_model(target: object, *inputs: Any) -> bool:
+    """Whether ``target`` holds blocks of this library that are explained one by one, for the tokens of its inputs."""
     if not isinstance(target, nn.Module):
         return False
     others = any(isinstance(module, _BLOCKS) for module in target.modules() if module is not target)
@@ -50,7 +51,17 @@ def is_model(target: object) -> bool:
         # The input of an nn.Sequential is that of its FFN only if the FFN comes first and is the only one.
         starts = [linears.partition("..")[0] for linears in target.find_ffn_pieces(target)]
         return others or starts != list(target._modules)[:1]
+    if isinstance(target, FusedInside):
+        # The input of a method need not be that of the FFN inside it.
+        return others or not _fits(target, inputs[0] if inputs else None)
     return isinstance(target, FusedLossHead) or (others and not isinstance(target, _BLOCKS))
+
+
+def _fits(block: FusedBlock, x: Any) -> bool:
+    """Whether x may be the input of the FFN of a block."""
+    found = [pieces for pieces in block.find_ffn_pieces(block).values() if isinstance(pieces, FFNPieces)]
+    widths = [linear_weight(pieces.up).shape[1:] for pieces in found]
+    return not found or not isinstance(x, Tensor) or (x.is_floating_point() and x.shape[-1:] in widths)
 
 
 def calls_of_model(

@@ -225,3 +225,34 @@ def test_experts_and_the_loss_of_a_language_model() -> None:
     model.lm_head.register_forward_hook(lambda *_: None)
     hooked = fl.explain(model, input_ids=ids, on="H200").blocks[0].explanation
     assert str(hooked) == "MixtralForCausalLM computes its logits: lm_head has a forward hook"
+
+
+class Classifier(nn.Module):
+    """An FFN in its own forward, behind an embedding and other blocks."""
+
+    def __init__(self, embedding: nn.Module, *blocks: nn.Module) -> None:
+        super().__init__()
+        self.embedding, self.blocks = embedding, nn.ModuleList(blocks)
+        self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embedding(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.down(torch.tanh(self.up(x.mean(1))))
+
+
+@pytest.mark.parametrize("count", [0, 2])
+@pytest.mark.parametrize("kind", ["ids", "narrow", "wide"])
+def test_a_model_with_an_ffn_in_its_own_forward(kind: str, count: int) -> None:
+    embedding = nn.Embedding(50, 16) if kind == "ids" else nn.Linear(16 if kind == "wide" else 3, 16)
+    model = Classifier(embedding, *(fl.FusedFFN(16, 32) for _ in range(count)))
+    assert len(fl.replace(model).replaced) == 1
+    x = torch.zeros(2, 5, dtype=torch.int64) if kind == "ids" else torch.zeros(2, 5, 16 if kind == "wide" else 3)
+    found = fl.explain(model, x)
+    if kind == "wide" and not count:
+        # Like a layer whose input has the width of its FFN.
+        assert not hasattr(found, "blocks")
+    else:
+        assert [block.path for block in found.blocks] == ["", *(f"blocks.{i}" for i in range(count))]
+        assert found.tokens == 10
