@@ -111,3 +111,40 @@ def test_a_function_that_was_read_is_an_attribute(name: str) -> None:
     for each in (own, block):
         each.change()
     torch.testing.assert_close(compiled(x), own(x))
+
+
+class Helping(Block):
+    """Methods of it run the FFN, make its hidden, and take it."""
+
+    def whole(self, up: nn.Module, x: Tensor) -> Tensor:
+        return self.down(torch.relu(up(x)))
+
+    def hidden(self, up: nn.Module, x: Tensor) -> Tensor:
+        return torch.relu(up(x))
+
+    def last(self, down: nn.Module, hidden: Tensor) -> Tensor:
+        return down(hidden)
+
+
+class Whole(Helping):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.whole(self.up, x)
+
+
+class Apart(Helping):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.last(self.down, self.hidden(self.up, x))
+
+
+@pytest.mark.parametrize(("kind", "method"), [(Whole, "whole"), (Apart, "hidden"), (Apart, "last")])
+def test_a_method_is_set_on_the_instance(kind: type[nn.Module], method: str) -> None:
+    own, x = kind(), torch.randn(4, 6)
+    block = copy.deepcopy(own)
+    assert len(fl.replace(block).replaced) == 1
+    torch._dynamo.reset()
+    compiled = torch.compile(block, backend="eager", fullgraph=True)
+    torch.testing.assert_close(compiled(x), own(x))
+    columns = 10 if method == "hidden" else 6
+    for each in (own, block):
+        setattr(each, method, lambda linear, x: torch.ones(4, columns))
+    torch.testing.assert_close(compiled(x), own(x))

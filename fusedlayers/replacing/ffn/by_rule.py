@@ -163,7 +163,10 @@ class FusedInside(FusedByRule):
         if method is None:
             return {}
         fused = edited(rule.edits, method, cls.run_inside) if rule.edits else None
-        read = rule.conditions._replace(functions=()).owned()
+        read: list[tuple[Any, str, Any]] = list(rule.conditions._replace(functions=()).owned())
+        # An edited method of the block is not called by its name: another one may be set on the instance.
+        edits = {(each.owner, each.name) for each in rule.edits if each.owner is original}
+        read += [(None, each, function) for owner, each, function in read if (owner, each) in edits]
 
         @functools.wraps(method)
         def with_fused_ffn(self: FusedInside, *args: Any, **kwargs: Any) -> Any:
@@ -176,7 +179,8 @@ class FusedInside(FusedByRule):
                 return own(self, *args, **kwargs)
             # Dynamo guards these, so it notices a patch, too.
             for owner, each, function in read if is_dynamo_compiling() else ():
-                if getattr(owner, each) is not function:
+                now = getattr(getattr(self, each), "__func__", None) if owner is None else getattr(owner, each)
+                if now is not function:
                     return own(self, *args, **kwargs)
             return fused(self, *args, **kwargs)
 
