@@ -197,3 +197,19 @@ def test_a_method_whose_caller_does_not_ask_for_its_class_is_fused() -> None:
     assert not fl.replace(nn.ModuleList([twin, mlp()])).skipped
     x = torch.randn(2, 3, 6)
     assert_same(results(twin, x), results(own, x))
+
+
+@pytest.mark.parametrize(
+    "other", ["hidden * 2", "-hidden", "up", "torch.tanh(up)", "torch.dropout(hidden, 0.5, True)", "self.drop(hidden)"]
+)
+def test_a_method_that_gives_its_last_linear_another_hidden(other: str) -> None:
+    """Of the same first linear: none of the two is the FFN of the other's input."""
+    body = f"up = self.up(x)\nhidden = self.act(up)\nx = x + self.down(hidden)\nreturn x + self.down({other})"
+    kind = written(Layer, body)
+    own, twin = pair(kind, 0.0)
+    why_left(kind, twin)
+    x = torch.randn(2, 3, 6)
+    torch.manual_seed(1)
+    theirs = results(own, x)
+    torch.manual_seed(1)
+    assert_same(results(twin, x), theirs)

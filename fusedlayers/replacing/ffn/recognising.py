@@ -21,7 +21,7 @@ from ...modules.children import base_linear
 from ..activations import torch_module_activation
 from ..conditions import Conditions, attribute, without
 from ..reading.formulas import FFN, OtherFormula, ffn_before, ffn_of
-from ..reading.polynomials import as_input, linears_in
+from ..reading.polynomials import Polynomial, as_input, linears_in
 from ..reading.reader import Reader, functions_of
 from ..reading.rewriting import edited, edits_for, reads_for
 from ..reading.sizes import linears, sizes_of_linear
@@ -254,11 +254,21 @@ def _ffns_in(method: str, reader: Reader, allowed: set[str], reasons: list[str])
             found.setdefault(parts, []).append(ffn)
     for (up, down, gate, *_), ffns in found.items():
         paths = {path for path in (up, down, gate) if path is not None}
+        if not paths <= allowed:
+            continue
         # A method may run its FFN several times, and call its last linear for something else, too.
-        if paths <= allowed and (used := (paths - {down}) & reader.escaped):
+        hiddens = sum(_is_from((up, gate), call.input) for call in reader.linears if call.path == down)
+        if used := (paths - {down}) & reader.escaped:
             reasons.append(f"its {' and '.join(sorted(used))} gives a hidden that is used for something else, too")
-        elif paths <= allowed and all(called.count(path) == len(ffns) for path in paths - {down}):
+        elif hiddens > len(ffns):
+            reasons.append(FFNLeft(f"{up}, {down}: its {method} gives {down} another hidden of {up}, too"))
+        elif all(called.count(path) == len(ffns) for path in paths - {down}):
             yield ffns[0]
+
+
+def _is_from(paths: tuple[str | None, ...], value: Polynomial) -> bool:
+    """Whether a value is computed of what one of these linears gives."""
+    return any(found[1] in paths for found in linears_in(value))
 
 
 def _inside(block: nn.Module, method: str, ffn: FFN, reader: Reader) -> FoundRule:
@@ -273,7 +283,7 @@ def _inside(block: nn.Module, method: str, ffn: FFN, reader: Reader) -> FoundRul
             raise NotUnderstood(f"finds its linears in {path}, a row of modules")
     within, into = {*rule.parts(), *dict(rule.holders)}, (ffn.up, ffn.gate)
     for path, given in reader.handed:
-        hidden = any(found[1] in into for found in linears_in(given))
+        hidden = _is_from(into, given)
         before = given == ffn.input and any(path.startswith(f"{name}.") for name in dict(rule.holders))
         if (hidden or before) and path not in within and not path.startswith(f"{rule.activation_path}."):
             raise NotUnderstood(f"hands its hidden to {path}, whose hooks nobody would ask for")
