@@ -213,3 +213,32 @@ def test_a_method_that_gives_its_last_linear_another_hidden(other: str) -> None:
     theirs = results(own, x)
     torch.manual_seed(1)
     assert_same(results(twin, x), theirs)
+
+
+# Of which nothing is known behind them.
+OVERWRITING = {
+    "with": "with torch.enable_grad():\n    hidden = hidden * 2",
+    "try": "try:\n    hidden = hidden * 2\nexcept ValueError:\n    pass",
+    "for": "for _ in range(len(x)):\n    hidden = hidden * 2",
+    "while": "while hidden.dim() < 3:\n    hidden = hidden.unsqueeze(0)",
+}
+
+
+@pytest.mark.parametrize("name", OVERWRITING)
+@pytest.mark.parametrize("last", ["self.down(hidden)", "hidden.sum(-1, keepdim=True)"])
+def test_a_method_that_overwrites_its_hidden_in_a_statement(name: str, last: str) -> None:
+    """The variable must hold the hidden behind the FFN, too."""
+    body = f"hidden = self.act(self.up(x))\nx = x + self.down(hidden)\n{OVERWRITING[name]}\nreturn x + {last}"
+    kind = written(Layer, body)
+    own, twin = pair(kind, 0.0)
+    why_left(kind, twin)
+    x = torch.randn(2, 3, 6)
+    assert_same(results(twin, x), results(own, x))
+
+
+def test_a_hidden_in_a_statement_that_nothing_reads_behind_it_is_fused() -> None:
+    body = "for _ in range(len(x)):\n    hidden = self.act(self.up(x))\n    x = x + self.down(hidden)\nreturn x"
+    own, twin = pair(written(Layer, body), 0.0)
+    assert len(fl.replace(twin).replaced) == 1
+    x = torch.randn(2, 3, 6)
+    assert_same(results(twin, x), results(own, x))

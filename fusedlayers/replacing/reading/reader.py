@@ -172,6 +172,8 @@ class Reader(Expressions):
     def _with_try_or_while(self, node: ast.With | ast.Try | ast.While, frame: Frame) -> None:
         """A with, try or while statement: its body runs under a mode, until something is raised, or several times."""
         self._misses += 1
+        if not isinstance(node, ast.With):
+            self._escape_lost(node, frame, inside=True)
         if isinstance(node, ast.While):
             # Each iteration starts from what the previous one left.
             self._forget(node, frame)
@@ -193,6 +195,7 @@ class Reader(Expressions):
         if returned is not None:
             raise returned
         self._misses += 1
+        self._escape_lost(node, frame)
         self._forget(node, frame)
 
     def _maybe(self, body: Sequence[ast.stmt], frame: Frame, node: ast.stmt) -> None:
@@ -203,6 +206,7 @@ class Reader(Expressions):
         except _Return as result:
             self._escape([result.value])
         self._misses += 1
+        self._escape_lost(node, frame)
         self._forget(node, frame)
 
     def _assign(self, target: ast.expr, value: Any, frame: Frame) -> None:
@@ -296,6 +300,7 @@ class Reader(Expressions):
         if values is None and self.lenient:
             # Each iteration starts from what the previous one left.
             self._misses += 1
+            self._escape_lost(node, frame, inside=True)
             self._forget(node, frame)
             self._maybe(node.body, frame, node)
             self._maybe(node.orelse, frame, node)
@@ -313,6 +318,20 @@ class Reader(Expressions):
         last = node.body[-1].end_lineno or 0
         names = [each for each in ast.walk(frame.tree) if isinstance(each, ast.Name) and each.lineno > last]
         self._escape([frame.locals.get(each.id) for each in names])
+
+    def _escape_lost(self, node: ast.stmt, frame: Frame, *, inside: bool = False) -> None:
+        """What a statement may write is used unseen if it is read behind it, in a loop around it, or ``inside``."""
+        nodes = set(ast.walk(node))
+        loops = (each for each in ast.walk(frame.tree) if isinstance(each, (ast.For, ast.While)) and each is not node)
+        again = any(node in ast.walk(loop) for loop in loops)
+        read = set()
+        for each in ast.walk(frame.tree):
+            target = each.target if isinstance(each, ast.AugAssign) else each
+            if isinstance(target, ast.Name) and (target is not each or isinstance(target.ctx, ast.Load)):
+                behind = (target.lineno, target.col_offset) > (node.end_lineno, node.end_col_offset)
+                if behind or (inside if target in nodes else again):
+                    read.add(target.id)
+        self._escape([frame.locals.get(name) for each in nodes for name in _bound_by(each) if name in read])
 
     def _forget(self, node: ast.AST, frame: Frame) -> None:
         """After a statement that was not understood, what it writes is unknown."""
