@@ -166,9 +166,10 @@ def test_what_inference_made_serves_training(keeping: None, made: Any) -> None:
     assert torch.equal(gradients(found, frozen, dy)["x"], expected)
 
 
-def test_what_is_trained_is_never_kept_longer(keeping: None, made: Any) -> None:
+@pytest.mark.parametrize(("frozen_one", "trained"), [("w_up", "w_down"), ("w_down", "w_up")])
+def test_what_is_trained_is_never_kept_longer(frozen_one: str, trained: str, keeping: None, made: Any) -> None:
     given, dy = operands(), torch.randn(M, O)
-    mixed = given | {"w_up": frozen_weights(given)["w_up"]}
+    mixed = given | {frozen_one: frozen_weights(given)[frozen_one]}
     for _ in range(2):
         made.clear()
         gradients(ffn(mixed), mixed, dy)
@@ -177,7 +178,7 @@ def test_what_is_trained_is_never_kept_longer(keeping: None, made: Any) -> None:
         step()
         assert not any(kept.made for kept in float8._kept.values())
         with torch.no_grad():
-            mixed["w_down"].data.mul_(2)
+            mixed[trained].data.mul_(2)
     expected = ffn({name: each.detach().clone() for name, each in mixed.items()})
     assert torch.equal(ffn(mixed), expected)
     float8.keep_frozen_weights(False)

@@ -117,8 +117,13 @@ FLOAT8: tuple[Fault, ...] = (
     ),
     _fault(
         "weights changed past their version", _WEIGHTS,
-        "        _steps_in_graphs = True\n    _kept.clear()", "        _steps_in_graphs = True",
+        "        else:\n            _kept.pop(key, None)", "        else:\n            pass",
         "functional/test_float8 numbers_are_those_of_the_changed_weight",
+    ),
+    _fault(
+        "trainable weights kept like frozen ones", _WEIGHTS,
+        "if _keeps_frozen and kept.is_frozen():", "if _keeps_frozen:",
+        "functional/test_float8_frozen what_is_trained_is_never_kept_longer",
     ),
     _fault(
         "low-rank product left out of the result", _FFN,
