@@ -47,6 +47,11 @@ def traced() -> bool:
     return observed() and any(isinstance(mode, _TRACERS) for mode in _get_current_dispatch_mode_stack())
 
 
+def plain_types() -> tuple[type[Tensor], ...]:
+    """The types of plain tensors, and in a trace of those that stand for them."""
+    return (*PLAIN_TENSORS, *_TRACED_TENSORS) if observed() else PLAIN_TENSORS
+
+
 def captured(device: torch.device) -> bool:
     """Whether this call is being captured into a CUDA graph, or compiled to be (``mode="reduce-overhead"``)."""
     if device.type != "cuda":
@@ -83,7 +88,7 @@ def subclass_of(*tensors: Tensor | None) -> str:
     """
     if transformed():
         return "tensor of a torch.func transform, or of forward-mode differentiation"
-    plain = (*PLAIN_TENSORS, *_TRACED_TENSORS) if observed() else PLAIN_TENSORS
+    plain = plain_types()
     for tensor in tensors:
         if tensor is not None and type(tensor) not in plain:
             return type(tensor).__name__

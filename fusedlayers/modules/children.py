@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
+from ..functional.call import plain_types
 from ..kernels.torch_internals import has_global_hook, jit_trace
 
 _HOOKS = {
@@ -160,7 +161,7 @@ def why_patched(kind: type[nn.Module]) -> str | None:
 
 def why_not_plain_tensor(tensor: Tensor) -> str | None:
     """Why ``tensor`` is more than an ordinary dense tensor (a DTensor, a quantised or nested one), or None."""
-    if type(tensor) is not Tensor and type(tensor) is not nn.Parameter:
+    if type(tensor) is not Tensor and type(tensor) is not nn.Parameter and type(tensor) not in plain_types():
         return f"is a {class_name(tensor)}, not a plain tensor"
     if tensor.is_nested:
         return "is a nested tensor"

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from ..kernels.torch_internals import has_global_hook, jit_trace
+from ..kernels.torch_internals import count_dispatch_modes, has_global_hook, jit_trace
 from .children import active_adapter
 
 KEPT = "_fused_kept"
@@ -185,12 +185,12 @@ def kept(block: nn.Module) -> Any:
 
 
 def keep(block: nn.Module, guard: BlockGuard) -> None:
-    """Keeps what the guard found in ``block``, unless torch.jit traces, or the guard cannot see every change.
+    """Keeps what the guard found in ``block``, unless it is traced, or the guard cannot see every change.
 
-    It cannot look inside a ``functools.partial``.
+    Weights may be stand-ins in a trace. The guard cannot look inside a ``functools.partial``.
     """
     is_complete = not any(isinstance(each.value, functools.partial) for each in guard._attributes)
-    if jit_trace() is None and is_complete:
+    if jit_trace() is None and not count_dispatch_modes() and is_complete:
         # Bypasses the block's __setattr__, which may be the user's.
         block.__dict__[KEPT] = guard
 

@@ -265,3 +265,18 @@ def test_a_pattern_that_matches_nothing_is_refused(model: Model) -> None:
     for wrong in (3, ["layers.0"], ("a", 1)):
         with pytest.raises(TypeError, match="skip must be a str or a tuple of str, got"):
             fl.Float8(skip=wrong)
+
+
+@pytest.mark.parametrize("strict", [False, True], ids=["", "strict"])
+def test_exported(model: Model, strict: bool) -> None:
+    """Also with stand-ins in the place of weights, as torch exports by default."""
+    with in_8_bits(), torch.no_grad():
+        fl.replace(model, precision="fp8")
+        given = tokens()
+        expected = model(given)
+        program = torch.export.export(model, (given,), strict=strict)
+        assert str(program.graph).count("fusedlayers") == 4
+        assert torch.equal(program.module()(given), expected)
+        with decisions() as taken:
+            assert torch.equal(model(given), expected)
+        assert taken == {"ffn float8": 2, "linear float8": 2}
