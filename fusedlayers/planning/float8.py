@@ -46,8 +46,30 @@ class Limits:
 LIMITS = fitted("float8", Limits)
 
 
+class Float8Call:
+    """What calls in 8 bits have in common, those of experts excepted."""
+
+    # Kernels with products in a forward pass: up and gate projections share one, and the launches that quantise.
+    kernels: ClassVar[int] = 2
+
+    @property
+    def why_slower(self: Any) -> str | None:
+        """Why 8 bits would take longer than 16, or None."""
+        return why_narrow(self.widths) or why_small(self, self.M)
+
+    def kept_by_torch(self: Any, device: Device) -> int:
+        """As of the call in 16 bits."""
+        found: int = self.plain.kept_by_torch(device)
+        return found
+
+    def plan(self, device: Device, backend: str) -> "Float8Plan":
+        """As of any other call."""
+        found: Float8Plan = plan(self, device, backend)
+        return found
+
+
 @dataclass(frozen=True)
-class Float8Problem(Problem):
+class Float8Problem(Float8Call, Problem):  # type: ignore[misc]
     """An FFN in 8 bits."""
 
     recipe: str = AUTO
@@ -124,11 +146,6 @@ class Float8Problem(Problem):
             return "products in 8 bits keep more bytes than recompute= allows"
         return None
 
-    @property
-    def why_slower(self) -> str | None:
-        """Why 8 bits would take longer than 16, or None."""
-        return why_narrow(self.widths) or why_small(self, self.M)
-
     def in_8_bits(self, plain: Any, device: Device) -> dict[str, Any]:
         """What the plan says of a call in 8 bits; ``plain`` is that of the call in 16."""
         gradient = EPILOGUE_PIPELINES["scaled_hidden_gradient", self.gated]
@@ -138,12 +155,6 @@ class Float8Problem(Problem):
             "product_pipeline": EPILOGUE_PIPELINES["scaled_product", False],
             "saved_bytes": self.kept_elements * self.element_bytes * self.training,
         }
-
-    def kept_by_torch(self, device: Device) -> int:
-        return self.plain.kept_by_torch(device)
-
-    def plan(self, device: Device, backend: str) -> "Float8Plan":  # type: ignore[override]
-        return plan(self, device, backend)
 
 
 @dataclass(frozen=True)
@@ -178,12 +189,13 @@ class Float8LoRAProblem(Float8Problem, LoRAProblem):  # type: ignore[misc]
 
 
 @dataclass(frozen=True)
-class Float8LinearProblem(LinearProblem):
+class Float8LinearProblem(Float8Call, LinearProblem):  # type: ignore[misc]
     """A linear layer in 8 bits."""
 
     recipe: str = AUTO
 
     gated: ClassVar[bool] = False
+    kernels: ClassVar[int] = 1
 
     __hash__ = Call.__hash__
 
@@ -217,11 +229,6 @@ class Float8LinearProblem(LinearProblem):
         """What of the call 8 bits cannot give, or None."""
         return "split_k and reduction ask for split kernels by name" if self.asks_for_kernels else None
 
-    @property
-    def why_slower(self) -> str | None:
-        """Why 8 bits would take longer than 16, or None."""
-        return why_narrow(self.widths) or why_small(self, self.M)
-
     def in_8_bits(self, plain: Any, device: Device) -> dict[str, Any]:
         """What the plan says of a call in 8 bits; ``plain`` is that of the call in 16."""
         return {
@@ -229,12 +236,6 @@ class Float8LinearProblem(LinearProblem):
             "weight_gradient": getattr(plain, "weight_gradient", None),
             "saved_bytes": plain.saved_bytes,
         }
-
-    def kept_by_torch(self, device: Device) -> int:
-        return self.plain.kept_by_torch(device)
-
-    def plan(self, device: Device, backend: str) -> "Float8Plan":  # type: ignore[override]
-        return plan(self, device, backend)
 
 
 def _reuse(left: int, right: int) -> float:
@@ -357,8 +358,7 @@ def why_small(problem: Any, rows: int) -> str | None:
     if p.captured or getattr(p, "compiled", False):
         flops, least, what = 2 * rows * p.K * p.N, LIMITS.least_flops, "in a product, compiled or inside a CUDA graph"
     else:
-        # Up and gate projections share a kernel, and with it the launches that quantise.
-        flops = p.model_flops[0] // (1 if isinstance(p, LinearProblem) else 2)
+        flops = p.model_flops[0] // p.kernels
         least, what = LIMITS.least_launched_flops, "in a kernel of the forward pass, launched one by one"
     if flops >= least:
         return None
