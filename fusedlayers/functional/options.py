@@ -15,6 +15,14 @@ def checked_flag(name: str, value: Any) -> bool:
     return value
 
 
+def checked_patterns(name: str, value: Any, expected: str = "a str or a tuple of str") -> tuple[str, ...]:
+    """Patterns of paths: one, or a tuple of them."""
+    found = (value,) if isinstance(value, str) else value
+    if not (isinstance(found, tuple) and all(isinstance(each, str) for each in found)):
+        raise TypeError(f"{name} must be {expected}, got {value!r}")
+    return found
+
+
 def checked_choice(name: str, value: Any, choices: Collection[str]) -> str:
     """One of several words."""
     if not isinstance(value, str) or value not in choices:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..planning.float8 import AUTO, ROWWISE, ROWWISE_BF16
+from .options import checked_patterns
 
 # What ``precision="fp8"`` means: the default recipe, in a word.
 WORD = AUTO
@@ -48,15 +49,12 @@ class Float8:
                 raise ValueError(f"{name} must be one of {', '.join(map(repr, known))}, got {value!r}")
         if self.weight_gradient == "fp8" and self.recipe == ROWWISE_BF16:
             raise ValueError(f'weight_gradient must be "auto" or "bf16" with the recipe {self.recipe!r}, got "fp8"')
-        if not isinstance(self.skip, str) and not (
-            isinstance(self.skip, tuple) and all(isinstance(pattern, str) for pattern in self.skip)
-        ):
-            raise TypeError(f"skip must be a str or a tuple of str, got {self.skip!r}")
+        checked_patterns("skip", self.skip)
 
     @property
     def patterns(self) -> tuple[str, ...]:
         """``skip`` as a tuple."""
-        return (self.skip,) if isinstance(self.skip, str) else self.skip
+        return checked_patterns("skip", self.skip)
 
     @property
     def word(self) -> str:

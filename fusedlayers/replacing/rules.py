@@ -12,6 +12,7 @@ from typing import Any
 from torch import nn
 
 from ..functional.linear import check_reduction, check_split_k
+from ..functional.options import checked_patterns
 from ..modules import class_path
 from .conditions import NONE, Conditions, attribute
 
@@ -207,9 +208,7 @@ class LinearRule:
     reduction: str = "workspace"
 
     def __post_init__(self) -> None:
-        names = (self.names,) if isinstance(self.names, str) else self.names
-        if names is not None and not (isinstance(names, tuple) and all(isinstance(name, str) for name in names)):
-            raise TypeError(f"names must be a str, a tuple of str or None, got {self.names!r}")
+        self._patterns()
         for name in ("in_features", "out_features"):
             value = getattr(self, name)
             if isinstance(value, bool) or not (value is None or isinstance(value, (int, range))):
@@ -219,9 +218,12 @@ class LinearRule:
         check_split_k(self.split_k)
         check_reduction(self.reduction)
 
+    def _patterns(self) -> tuple[str, ...] | None:
+        return None if self.names is None else checked_patterns("names", self.names, "a str, a tuple of str or None")
+
     def takes(self, path: str, linear: nn.Linear) -> bool:
         """Whether the conditions hold for the linear at ``path``."""
-        names = (self.names,) if isinstance(self.names, str) else self.names
+        names = self._patterns()
         if names is not None and not any(fnmatchcase(path, name) for name in names):
             return False
         for wanted, width in ((self.in_features, linear.in_features), (self.out_features, linear.out_features)):
