@@ -19,7 +19,7 @@ from fusedlayers.functional.dispatch import decisions
 from fusedlayers.functional.moe_ffn import moe_ffn
 from tests.functional.test_compiled import CHECKS, Recorded
 from tests.support.float8_twins import in_8_bits
-from tests.support.moe_operands import CLAMPED, LAYOUTS, how, like_x, moe_inputs, results, wide
+from tests.support.moe_operands import CLAMPED, LAYOUTS, assert_same, how, in_8, like_x, moe_inputs, results, wide
 from tests.support.operands import needs_kernels, on_path
 
 pytestmark = needs_kernels
@@ -38,18 +38,6 @@ def made() -> Iterator[Any]:
 
 def inputs(dtype: torch.dtype = BFLOAT16, **options: Any) -> dict[str, Tensor | None]:
     return moe_inputs(TOKENS, K, N, E, TOP_K, dtype, **options)
-
-
-def in_8(tensors: Any, dy: Tensor, frozen: tuple[str, ...] = (), **options: Any) -> dict[str, Tensor | None]:
-    """y and the gradients of a call that runs in 8 bits."""
-    with decisions() as taken:
-        found = results(moe_ffn, tensors, dy, frozen, **({"precision": "fp8"} | options))
-    assert taken == {"moe_ffn float8": 1}
-    return found
-
-
-def assert_same(found: Any, expected: Any) -> None:
-    assert [name for name, value in found.items() if value is not None and not torch.equal(value, expected[name])] == []
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -13,7 +12,6 @@ from torch.utils.checkpoint import checkpoint
 import fusedlayers as fl
 from fusedlayers import reference
 from fusedlayers.closeness.noise import OF_LAYER, OF_WEIGHT_GRADIENT, sqnr
-from fusedlayers.devices import describe
 from fusedlayers.functional import float8
 from fusedlayers.functional.dispatch import decisions
 from fusedlayers.functional.moe_ffn import float8 as experts8
@@ -26,14 +24,15 @@ from fusedlayers.kernels.hopper import Scaled
 from fusedlayers.kernels.tuning import EPILOGUE_PIPELINES
 from fusedlayers.kernels.tuning.grouped_gemm import grouped_tiles
 from fusedlayers.reference.float8 import dequantised
+from tests.gpu.test_float8_gpu import BFLOAT16, FLOAT16, GATED, pytestmark, wherever_it_can
 from tests.gpu.test_grouped_gemm_gpu import E, assert_rows, by_expert, integers, laid_out, routed
 from tests.support.float8_twins import in_8_bits
-from tests.support.moe_operands import CLAMPED, LAYOUTS, how, like_x, moe_inputs, results, wide
-from tests.support.operands import DEVICE, forget_calls
+from tests.support.moe_operands import CLAMPED, LAYOUTS, assert_same, how, in_8, like_x, moe_inputs, results, wide
+from tests.support.operands import DEVICE
 
-BFLOAT16, FLOAT16 = torch.bfloat16, torch.float16
+__all__ = ["pytestmark", "wherever_it_can"]
+
 DTYPE = pytest.mark.parametrize("dtype", [BFLOAT16, FLOAT16], ids=str)
-GATED = pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
 IDENTITY = Arithmetic("identity", "coarse")
 # Of kernels that are not to run.
 TILES = grouped_tiles("sm_90", 16, "product", 128)
@@ -42,23 +41,6 @@ SIZES = [(1024, 512, 256, 8, 2), (1061, 336, 208, 7, 3)]
 # In dB: of results and gradients beside the model of the recipe.
 MODEL = {"y": 23.0, "dx": 27.0}
 OF_PARAMETER = 21.0
-
-pytestmark = [
-    pytest.mark.skipif(describe(DEVICE).backend != "sm90", reason="no Hopper GPU with Gluon"),
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore::FutureWarning"),
-    pytest.mark.filterwarnings("ignore::UserWarning:torch"),
-]
-
-
-@pytest.fixture(autouse=True)
-def wherever_it_can() -> Iterator[None]:
-    """Sizes at which auto mode would not take 8 bits."""
-    float8.forget_weights()
-    with switched({"FUSEDLAYERS_BACKEND": "triton"}):
-        yield
-    forget_calls()
-    torch.cuda.empty_cache()
 
 
 def scaled(values: Tensor) -> Scaled:
@@ -147,18 +129,6 @@ def test_each_matrix_of_a_batch_is_transposed() -> None:
                 expected = quantise_rows(torch.cat((x[entry], other[entry])).T.contiguous())
                 assert torch.equal(found.scale[entry], expected.scale)
                 assert torch.equal(found.values[entry].view(torch.int8), expected.values.view(torch.int8))
-
-
-def in_8(tensors: Any, dy: Tensor, frozen: tuple[str, ...] = (), **options: Any) -> dict[str, Tensor | None]:
-    """y and the gradients of a call that runs in 8 bits."""
-    with decisions() as taken:
-        found = results(moe_ffn, tensors, dy, frozen, **({"precision": "fp8"} | options))
-    assert taken == {"moe_ffn float8": 1}
-    return found
-
-
-def assert_same(found: Any, expected: Any) -> None:
-    assert [name for name, value in found.items() if value is not None and not torch.equal(value, expected[name])] == []
 
 
 @pytest.mark.parametrize("size", SIZES, ids=str)

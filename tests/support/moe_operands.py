@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fusedlayers import functional, reference
 from fusedlayers.closeness import compare_draws
+from fusedlayers.functional.dispatch import decisions
 from tests.support.operands import DEVICE, EPILOGUE, Tensors, on_path
 
 PATHS = [EPILOGUE, "torch"]
@@ -89,6 +90,19 @@ def results(
     if y.requires_grad:
         y.backward(dy)
     return {"y": y.detach()} | {f"d{name}": t.grad for name, t in inputs.items() if t is not None and t.requires_grad}
+
+
+def in_8(tensors: Any, dy: Tensor, frozen: tuple[str, ...] = (), **options: Any) -> dict[str, Tensor | None]:
+    """y and the gradients of a call that runs in 8 bits."""
+    with decisions() as taken:
+        found = results(functional.moe_ffn, tensors, dy, frozen, **({"precision": "fp8"} | options))
+    assert taken == {"moe_ffn float8": 1}
+    return found
+
+
+def assert_same(found: Any, expected: Any) -> None:
+    """That what was found has the same bits."""
+    assert [name for name, value in found.items() if value is not None and not torch.equal(value, expected[name])] == []
 
 
 def wide(tensors: Tensors) -> dict[str, Tensor | None]:
