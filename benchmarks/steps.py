@@ -11,7 +11,7 @@ For each model all contenders of all modes share their parameters and their atte
 steps, in which the compiler works, are checked against the model in float32 (in float64 where it is float32 itself):
 the loss and the gradients, of ours each of them, and in 8 bits the median of them, beside the recipe's own error
 (:mod:`.step_truth`). What is wrong is not timed, and the exit status is 1. Nor is "auto-fp8" where no product ran in 8
-bits: then it is "auto-norm" once more.
+bits: then it is "auto-norm" once more. Under adapters it keeps the frozen weights in 8 bits.
 
 The rows of the record (:mod:`fusedlayers.bench.record`) are one per model (``grid``, ``title``, ``sizes``) and mode
 (``direction``: "eager", "compile", "reduce-overhead"); shape is the number of tokens. ``held_bytes`` are weights and
@@ -43,6 +43,7 @@ from fusedlayers.bench.record import Record
 from fusedlayers.bench.timing import NotTimed, Timing, measure
 from fusedlayers.bench.verification import Finding, Verification
 from fusedlayers.closeness import MAX_ERROR_LIMIT, RMS_FLOOR
+from fusedlayers.functional import float8
 from fusedlayers.functional.dispatch import decisions
 from fusedlayers.functional.switches import switched
 from fusedlayers.planning.float8 import IN_8_BITS
@@ -219,6 +220,8 @@ def measured(
 ) -> list[Record]:  # fmt: skip
     """A row for each mode: all contenders checked, then timed together."""
     forget(device)
+    # Nobody merges adapters here, so what they are added to is quantised once.
+    float8.keep_frozen_weights(model.rank > 0)
     torch.manual_seed(seed)
     plain = model.build(device, dtype)
     inputs = model.inputs(device, dtype, seed)
