@@ -40,6 +40,19 @@ def of_rows(ptr, row, M, STRIDE: gl.constexpr, layout: gl.constexpr):
 
 
 @gluon.jit
+def of_tile_rows(ptr, row, M, STRIDE: gl.constexpr, BITS: gl.constexpr):
+    """The numbers of the upper and of the lower rows of a tile, to be loaded during its mainloop; 0 if there are none.
+
+    An epilogue has too few registers to do anything else while it waits for them.
+    """
+    if ptr is None:
+        return 0, 0
+    else:
+        layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 256 // BITS])
+        return of_rows(ptr, row, M, STRIDE, layout), of_rows(ptr, row + HALF, M, STRIDE, layout)
+
+
+@gluon.jit
 def of_columns(ptr, column, N, layout: gl.constexpr):
     """The numbers of a quarter's columns, 0 past N."""
     cols = column + gl.arange(0, HALF, gl.SliceLayout(0, layout))
@@ -61,16 +74,14 @@ def zeros(ROWS: gl.constexpr, COLUMNS: gl.constexpr, BITS: gl.constexpr = 16):
 
 
 @gluon.jit
-def scaled(acc, row, column, scales, columns_ptr, bias_ptr, first, N):
+def scaled(acc, of_rows, column, scales, columns_ptr, bias_ptr, first, N):
     """``acc``, part of a tile of an 8-bit product, times the scales of its rows and columns, plus any bias.
 
     The initial accumulator, which is scaled, cannot hold the bias. Bias and scales of ``N`` columns begin at ``first``.
     """
-    rows = row + gl.arange(0, acc.shape[0], gl.SliceLayout(1, acc.type.layout))
     cols = gl.arange(0, acc.shape[1], gl.SliceLayout(0, acc.type.layout))
     inside = cols < N - column
     cols += first + column
-    of_rows = gl.load(scales.rows_ptr + gl.minimum(rows, scales.rows - 1) * scales.ROW_STRIDE)
     # Masked, not clamped: each clamped column would need an address of its own, in two registers.
     of_columns = gl.load(columns_ptr + cols * scales.COLUMN_STRIDE, inside, 0)
     acc = acc * gl.expand_dims(upper(of_rows), 1) * gl.expand_dims(upper(of_columns), 0)

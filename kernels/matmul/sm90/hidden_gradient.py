@@ -14,7 +14,7 @@ from ...tiles import only_before
 from ...tuning import EpiloguePipeline
 from ..arithmetic import Arithmetic
 from ..low_rank import LowRank, low_rank_copies
-from .elements import Scales, draw, dropped, in_8_bits, lower, of_columns, of_rows, scaled, upper, zeros
+from .elements import Scales, draw, dropped, in_8_bits, lower, of_columns, of_tile_rows, scaled, upper, zeros
 from .loading import Term, load_tiles
 from .pingpong import columns_at_once, mma_tiles, pingpong_ring
 from .pre_activations import Quarters, load_pre_activations, release, wait_for_quarter
@@ -81,7 +81,7 @@ def _weights_of(weights_ptr, row, BITS: gl.constexpr):
 
 @gluon.jit
 def _store_quarter(
-    consumer: gl.constexpr, d_hidden, row, column, expert, position, stored, sums, weights, weight_sums, given
+    consumer: gl.constexpr, d_hidden, row, column, expert, position, stored, sums, of_rows, weight_sums, given
 ):  # fmt: skip
     """Store the results of a quarter of a tile, and add its sums to ``sums``, or store them at once if gated.
 
@@ -91,6 +91,7 @@ def _store_quarter(
     GATED: gl.constexpr = given.GATED
     ARITHMETIC: gl.constexpr = given.ARITHMETIC
     layout: gl.constexpr = d_hidden.type.layout
+    weights, row_scales, hidden_rows = of_rows
     WHOLE: gl.constexpr = activation_unit(ARITHMETIC.activation, ARITHMETIC.accuracy)
     WEIGHTED: gl.constexpr = given.weights_ptr is not None
     # Routing weights are multiplied by the unit instead of the results.
@@ -104,7 +105,7 @@ def _store_quarter(
         units = of_columns(given.units_ptr, column, given.N, layout)
     if given.scales.rows_ptr is not None:
         first = expert * given.N
-        d_hidden = scaled(d_hidden, row, column, given.scales, given.scales.columns_ptr, None, first, given.N)
+        d_hidden = scaled(d_hidden, row_scales, column, given.scales, given.scales.columns_ptr, None, first, given.N)
         if given.added_ptr is not None:
             d_hidden += _added(given, row, column, d_hidden)
     if WEIGHTED:
@@ -145,7 +146,7 @@ def _store_quarter(
         hidden *= UNIT
         if given.hidden_rows_ptr is not None:
             columns = upper(units) * lower(units) if GATED else upper(units)
-            hidden = in_8_bits(hidden, of_rows(given.hidden_rows_ptr, row, given.M, 1, layout), columns)
+            hidden = in_8_bits(hidden, hidden_rows, columns)
         stored = tma_store(consumer, given.hidden, row, column, hidden, given.staging, stored)
         release(consumer, given.quarters, position, PARTS)
     if not BOTH_FIRST:
@@ -200,15 +201,17 @@ def _prologue(tile, given):
     row, column, _ = tile
     top, bottom = _initial(given, row, column), _initial(given, row + HALF, column)
     weights = _weights_of(given.weights_ptr, row, given.BITS), _weights_of(given.weights_ptr, row + HALF, given.BITS)
-    return top, bottom, weights
+    scales = of_tile_rows(given.scales.rows_ptr, row, given.M, given.scales.ROW_STRIDE, given.BITS)
+    hidden_rows = of_tile_rows(given.hidden_rows_ptr, row, given.M, 1, given.BITS)
+    return top, bottom, ((weights[0], scales[0], hidden_rows[0]), (weights[1], scales[1], hidden_rows[1]))
 
 
 @gluon.jit
-def _epilogue(consumer: gl.constexpr, tile, top, bottom, weights, given, state):
+def _epilogue(consumer: gl.constexpr, tile, top, bottom, of_rows, given, state):
     first_row, column, expert = tile
     position, stored, left_sums, right_sums, no_left, no_right = state
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 256 // given.BITS])
-    top_weights, bottom_weights = weights
+    top_rows, bottom_rows = of_rows
     # A loop over the quarters, so that their code exists once: fetching the instructions of four copies took 22 of
     # 128 µs (16,384 × 512 × 2048 on an H100), and 142 of 258 with a gate and sums.
     for half in range(2):
@@ -217,14 +220,14 @@ def _epilogue(consumer: gl.constexpr, tile, top, bottom, weights, given, state):
         weight_sums = gl.zeros([HALF], gl.float32, gl.SliceLayout(1, layout))
         for side in range(2):
             position, stored, sums, weight_sums = _store_quarter(
-                consumer, left, row, column + side * HALF, expert, position, stored, left_sums, top_weights,
+                consumer, left, row, column + side * HALF, expert, position, stored, left_sums, top_rows,
                 weight_sums, given,
             )  # fmt: skip
             left, left_sums, right_sums = right, right_sums, sums
         if given.weight_sums_ptr is not None:
             row_ptr = given.weight_sums_ptr + (column // TILE).to(gl.int64) * given.M + row
             gl.store(row_ptr + gl.arange(0, HALF, gl.SliceLayout(1, layout)), weight_sums)
-        top, top_weights = bottom, bottom_weights
+        top, top_rows = bottom, bottom_rows
     if given.sums_ptr is not None and not given.GATED and not given.VARIANT.sums_stay:
         band_ptr = given.sums_ptr + (first_row // TILE).to(gl.int64) * given.N
         _store_sums(band_ptr, left_sums, column, given.N)
