@@ -370,9 +370,9 @@ def weight_gradients(
     left and of right are multiplied by ``factors``, if there are any: ``[parts, N]`` and ``[K]`` in float32.
     """
     right = right if right.stride(1) == 1 else right.contiguous()
-    (values, scale), (right_values, one) = transposed_pair(left, right, right_scale, ready)
     of_left, of_right = factors
-    scales = [scale] * len(wanted) if of_left is None else scale * of_left
+    (values, scale), (right_values, one) = transposed_pair(left, right, right_scale, ready, of_left)
+    scales = [scale] * len(wanted) if of_left is None else scale
     transposed = Scaled(right_values, one if of_right is None else of_right)
     return [
         kernels.scaled_product(Scaled(part, of_part), transposed, None, pipeline, dtype, ready) if wants else None

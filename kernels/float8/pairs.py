@@ -12,12 +12,15 @@ from .quantising import E4M3, quantised
 
 # Larger than the sum of two biased exponents.
 _NOT_FINITE = tl.constexpr(1000)
-# A tile of the transposing kernel: rows and columns of the matrix. A row of the transpose gets 128 bytes at a time.
-_TILE_ROWS, _TILE_COLUMNS = 128, 128
+# A tile of the transposing kernel: rows of the matrix, and bytes of each. More bytes take more registers, with which
+# fewer programs run at once. A row of the transpose gets as many bytes as a tile has rows.
+_TILE_ROWS, _TILE_BYTES = 128, 128
 # Rows of a transpose begin at multiples of so many bytes.
-_UNIT = 16
-# Scales that one program multiplies at once: it alone finds the largest product.
-_SCALES_AT_ONCE = 4096
+_UNIT = tl.constexpr(16)
+# Scales that one program of so many warps multiplies at once: it alone finds the largest product.
+_SCALES_AT_ONCE, _SCALE_WARPS = 16384, 32
+# Float32 numbers in 16 bytes.
+_ALIGNED = tl.constexpr(4)
 
 
 @triton.jit
@@ -29,8 +32,14 @@ def _exponents(left_ptr, right_ptr, rows, M):
 
 
 @triton.jit
-def _combine_scales_kernel(left_ptr, right_ptr, factors_ptr, largest_ptr, M, BLOCK: tl.constexpr):
-    """Products of two scales of each row, relative to the largest of them, which is stored in front of a 1."""
+def _combine_scales_kernel(
+    left_ptr, right_ptr, of_left_ptr, factors_ptr, scales_ptr, M, N, BLOCK: tl.constexpr
+):  # fmt: skip
+    """Products of two scales of each row, relative to the largest of them.
+
+    The largest one is left's scale, ``N`` times, multiplied by what there is for left's columns. Right's, which is 1,
+    is stored behind it.
+    """
     rows = tl.arange(0, BLOCK)
     sums = _exponents(left_ptr, right_ptr, rows, M)
     for first in tl.range(BLOCK, M, BLOCK):
@@ -38,9 +47,14 @@ def _combine_scales_kernel(left_ptr, right_ptr, factors_ptr, largest_ptr, M, BLO
     most = tl.max(sums, 0)
     # Beyond the range of float32 lies 0 or infinity, as the weight gradient does.
     largest = tl.minimum(tl.maximum(most - 127, 0), 255) << 23
-    largest = tl.where(most == _NOT_FINITE, 0x7FC00000, largest)
-    tl.store(largest_ptr, largest.to(tl.float32, bitcast=True))
-    tl.store(largest_ptr + 1, 1.0)
+    largest = tl.where(most == _NOT_FINITE, 0x7FC00000, largest).to(tl.float32, bitcast=True)
+    if of_left_ptr is None:
+        tl.store(scales_ptr, largest)
+    else:
+        for first in tl.range(0, N, BLOCK):
+            scales = largest * load_vector(of_left_ptr, first + rows, 1, N)
+            tl.store(scales_ptr + first + rows, scales, mask=first + rows < N)
+    tl.store(scales_ptr + tl.cdiv(N, _ALIGNED) * _ALIGNED, 1.0)
     for first in tl.range(0, M, BLOCK):
         sums = _exponents(left_ptr, right_ptr, first + rows, M)
         factors = tl.maximum(sums - most + 127, 0) << 23
@@ -48,14 +62,13 @@ def _combine_scales_kernel(left_ptr, right_ptr, factors_ptr, largest_ptr, M, BLO
 
 
 @triton.jit
-def _transpose_kernel(
-    x_ptr, factors_ptr, values_ptr, stride_x, stride_values, M, K, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
-    UNIT: tl.constexpr,
+def _transpose_tile(
+    x_ptr, factors_ptr, values_ptr, program, stride_x, stride_values, M, K, BLOCK_M: tl.constexpr,
+    BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """The transpose ``[K, M]`` of 8-bit values, times factors of rows if there are any, or of numbers over scales."""
-    stride_x, stride_values = assume_multiple(stride_x, UNIT), assume_multiple(stride_values, UNIT)
+    """Of the transpose ``[K, M]`` of 8-bit values, times factors of rows if there are any, or of numbers over scales."""
     columns = tl.cdiv(K, BLOCK_K)
-    band, tile = tl.program_id(0) // columns, tl.program_id(0) % columns
+    band, tile = program // columns, program % columns
     rows = band.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     cols = tile * BLOCK_K + tl.arange(0, BLOCK_K)
     x = load_tile(x_ptr, rows, cols, stride_x, 1, M, K)
@@ -69,40 +82,66 @@ def _transpose_kernel(
     store_tile(values_ptr, tl.trans(x), cols, rows, stride_values, 1, K, M)
 
 
+@triton.jit
+def _transpose_pair_kernel(
+    left_ptr, right_ptr, left_factors_ptr, right_factors_ptr, left_values_ptr, right_values_ptr, stride_left,
+    stride_right, stride_values, M, N, K, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    LEFT_UNIT: tl.constexpr, RIGHT_UNIT: tl.constexpr,
+):  # fmt: skip
+    """Both transposes, ``[N, M]`` and ``[K, M]``: the programs of right come first."""
+    stride_left, stride_right = assume_multiple(stride_left, LEFT_UNIT), assume_multiple(stride_right, RIGHT_UNIT)
+    stride_values = assume_multiple(stride_values, _UNIT)
+    program, of_right = tl.program_id(0), tl.cdiv(M, BLOCK_M) * tl.cdiv(K, BLOCK_K)
+    if program < of_right:
+        _transpose_tile(
+            right_ptr, right_factors_ptr, right_values_ptr, program, stride_right, stride_values, M, K, BLOCK_M, BLOCK_K
+        )  # fmt: skip
+    else:
+        program -= of_right
+        _transpose_tile(
+            left_ptr, left_factors_ptr, left_values_ptr, program, stride_left, stride_values, M, N, BLOCK_M, BLOCK_N
+        )  # fmt: skip
+
+
 def transposed_pair(
-    left: Scaled, right: torch.Tensor, right_scale: torch.Tensor, ready: dict[Any, Any] | None = None
+    left: Scaled,
+    right: torch.Tensor,
+    right_scale: torch.Tensor,
+    ready: dict[Any, Any] | None = None,
+    of_left: torch.Tensor | None = None,
 ) -> tuple[Scaled, Scaled]:
     """Both operands of ``leftᵀ right``, transposed, in 8 bits: ``[M, N]`` -> ``[N, M]``, and ``[M, K]`` -> ``[K, M]``.
 
     ``right`` are 16-bit numbers, or values in 8 bits, with contiguous rows, and ``right_scale`` the scales ``[M]`` of
-    these rows in 8 bits. The result of left has one scale, that of right is 1. Rows of both results begin at multiples
-    of 16 bytes.
+    these rows in 8 bits. The result of left has one scale, or with float32 factors ``of_left``, contiguous and of any
+    shape, that many: it is multiplied by them. The scale of right is 1. Rows of both results begin at multiples of 16
+    bytes.
     """
-    rows, device = right.shape[0], right.device
-    factors, largest = (torch.empty(size, dtype=torch.float32, device=device) for size in (rows, 2))
+    (rows, columns), others = left.values.shape, right.shape[1]
+    count = 1 if of_left is None else of_left.numel()
+    aligned = ceil_div(count, _ALIGNED.value) * _ALIGNED.value
+    factors, scales = left.scale.new_empty(rows), left.scale.new_empty(aligned + 1)
+    stride = ceil_div(rows, _UNIT.value) * _UNIT.value
+    x, in_8_bits = left.values.view(torch.int8), right.dtype == E4M3
+    right = right.view(torch.int8) if in_8_bits else right
+    values = [x.new_empty(size, stride) for size in (columns, others)]
 
-    def prepare() -> Launch:
-        return Launch(_combine_scales_kernel, 1, (rows,), (), (_SCALES_AT_ONCE,), 8)
+    def combine() -> Launch:
+        return Launch(_combine_scales_kernel, 1, (rows, count), (), (_SCALES_AT_ONCE,), _SCALE_WARPS)
 
-    prepared(ready, ("combined scales", rows), prepare)((left.scale, right_scale, factors, largest))
-    right_factors = None if right.dtype == E4M3 else right_scale
-    return (
-        Scaled(_transposed(left.values, factors, ready), largest[0]),
-        Scaled(_transposed(right, right_factors, ready), largest[1]),
-    )
+    def transpose() -> Launch:
+        widths = _TILE_BYTES, _TILE_BYTES // right.element_size()
+        bands, tiles = ceil_div(rows, _TILE_ROWS), ceil_div(columns, widths[0]) + ceil_div(others, widths[1])
+        strides = x.stride(0), right.stride(0)
+        units = vector_unit(x, strides[0], columns), vector_unit(right, strides[1], others)
+        numbers, constants = (*strides, stride, rows, columns, others), (_TILE_ROWS, *widths, *units)
+        return Launch(_transpose_pair_kernel, bands * tiles, numbers, (), constants, 4)
 
-
-def _transposed(x: torch.Tensor, factors: torch.Tensor | None, ready: dict[Any, Any] | None) -> torch.Tensor:
-    x = x.view(torch.int8) if x.dtype == E4M3 else x
-    rows, columns = x.shape
-    stride = ceil_div(rows, _UNIT) * _UNIT
-    values = x.new_empty(columns, stride, dtype=torch.int8)
-
-    def prepare() -> Launch:
-        programs = ceil_div(rows, _TILE_ROWS) * ceil_div(columns, _TILE_COLUMNS)
-        tile = _TILE_ROWS, _TILE_COLUMNS, vector_unit(x, x.stride(0), columns)
-        return Launch(_transpose_kernel, programs, (x.stride(0), stride, rows, columns), (), tile, 4)
-
-    name = "transposed", rows, columns, x.dtype, layout_of(x), factors is None
-    prepared(ready, name, prepare)((x, factors, values))
-    return values.view(E4M3)[:, :rows]
+    combined = prepared(ready, ("combined scales", rows, count, of_left is None), combine)
+    combined((left.scale, right_scale, of_left, factors, scales))
+    name = "transposed pair", rows, columns, others, right.dtype, layout_of(x), layout_of(right)
+    both = prepared(ready, name, transpose)
+    both((x, right, factors, None if in_8_bits else right_scale, *values))
+    of_both = scales[0] if of_left is None else scales[:count].view_as(of_left), scales[aligned]
+    found = [Scaled(each.view(E4M3)[:, :rows], scale) for each, scale in zip(values, of_both, strict=True)]
+    return found[0], found[1]

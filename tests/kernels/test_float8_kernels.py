@@ -165,6 +165,11 @@ def test_transposes_for_a_weight_gradient(size: tuple[int, int, int], dtype: tor
     assert all(
         torch.equal(a.values.view(torch.int8), b.values.view(torch.int8)) for a, b in zip(again, found, strict=True)
     )
+    # Each of left's scales times a factor of its own.
+    factors = torch.randn(2, N, device=DEVICE)
+    scaled, one = transposed_pair(left, x, right_scale, of_left=factors)
+    assert torch.equal(scaled.scale, found[0].scale * factors)
+    assert one.scale == 1
     product = dequantised(found[0]).double() @ dequantised(found[1]).double().T
     assert torch.equal(product, dz.double().T @ x.double())
 
@@ -261,7 +266,7 @@ for columns in (1024, 4096, 8192, 14336, 28672):
                 quantise_rows(x, factors=units[0])
                 quantise_rows(x, norms=norms, weights=units[0])
                 values = torch.empty(8192, 8192, dtype=torch.float8_e4m3fn)
-                transposed_pair(Scaled(values, norms), values if two else x, norms)
+                transposed_pair(Scaled(values, norms), values if two else x, norms, of_left=units[:2] if two else None)
                 column_sums(values, COLUMN_SUM_TILES, scales=norms)
                 operand = Scaled(values, units[0])
                 bounds.unit_table((operand, units[0]), (operand, units[0]) if two else None, None if two else x[0])
@@ -279,10 +284,10 @@ for columns in (1024, 4096, 8192, 14336, 28672):
 def test_compiled_without_spills(tmp_path: Path) -> None:
     found = compiled(tmp_path, QUANTISING)
     assert {report["kernel"] for report in found} == {
-        "quantise_rows", "channel_numbers", "quantise_transposed", "combine_scales", "transpose", "column_sums",
+        "quantise_rows", "channel_numbers", "quantise_transposed", "combine_scales", "transpose_pair", "column_sums",
         "reduce_partials", "unit_table", "gradient_units", "row_table", "gradient_rows",
     }  # fmt: skip
-    assert len(found) == 39
+    assert len(found) == 37
     for report in found:
         assert report["spill_bytes"] == 0
         assert faults(report) == []

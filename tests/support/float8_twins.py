@@ -66,11 +66,13 @@ def channel_numbers(w_up: Tensor, w_gate: Tensor, ready: Any = None) -> Tensor:
     return torch.stack((numbers, 1 / numbers))
 
 
-def transposed_pair(left: Scaled, right: Tensor, right_scale: Tensor, ready: Any = None) -> tuple[Scaled, Scaled]:
+def transposed_pair(
+    left: Scaled, right: Tensor, right_scale: Tensor, ready: Any = None, of_left: Tensor | None = None
+) -> tuple[Scaled, Scaled]:
     """As the kernels of that name."""
     assert right.stride(1) == 1
-    of_left, of_right = reference.transposed_pair(left, right, right_scale)
-    return Scaled(*of_left), Scaled(*of_right)
+    (values, scale), of_right = reference.transposed_pair(left, right, right_scale)
+    return Scaled(values, scale if of_left is None else scale * of_left), Scaled(*of_right)
 
 
 def word(upper: Tensor, lower: Tensor) -> Tensor:
