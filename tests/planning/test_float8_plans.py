@@ -55,7 +55,7 @@ def test_wide_calls_on_an_h100(make: Any) -> None:
 def test_weight_gradients_in_8_bits_where_that_pays() -> None:
     """By the widths alone, so that both passes, and passes without gradients, agree on what is saved."""
     for recipe, expected in (("fp8", (False, True)), ("rowwise", (True, True)), ("rowwise_with_gw_hp", (False, False))):
-        narrow, wide = linear(K=2048, N=2048, recipe=recipe), linear(K=4096, N=4096, recipe=recipe)
+        narrow, wide = linear(K=1536, N=1536, recipe=recipe), linear(K=4096, N=4096, recipe=recipe)
         assert (narrow.weight_gradient_in_8_bits, wide.weight_gradient_in_8_bits) == expected
         narrow, wide = ffn(K=1024, N=2048, O=1024, recipe=recipe), ffn(K=4096, N=14_336, O=4096, recipe=recipe)
         for name in ("up_gradient_in_8_bits", "down_gradient_in_8_bits"):
@@ -64,7 +64,7 @@ def test_weight_gradients_in_8_bits_where_that_pays() -> None:
         assert texts == [
             f"fp8, a scale for each row; weight gradients in {8 if each else 16} bits" for each in expected
         ]
-    between = ffn(K=2048, N=2048, O=2048, gated=True, activation="relu2")
+    between = ffn(K=1536, N=1536, O=1536, gated=True, activation="relu2")
     assert "the weight gradient of w_down in 16 bits" in dict(planning.plan(between, H100).facts(H100))["precision"]
 
 
