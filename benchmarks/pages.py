@@ -69,6 +69,7 @@ PLACES = {
     "loss head, many tokens": Place("loss_head", "-many-tokens"),
     "loss head, growing": Place("loss_head", "-tokens"),
     "loss head, other libraries": Place("loss_head", "-others"),
+    "loss head, log-probabilities": Place("loss_head", "-log-probabilities"),
     "experts": Place("experts"),
     "adapters": Place("lora"),
     "autotune": Place("autotune"),
