@@ -47,7 +47,17 @@ FLOAT8: tuple[Fault, ...] = (
     ),
     _fault(
         "scales of a weight gradient applied to both operands", _PAIRS,
-        "_transposed(right, right_factors, ready)", "_transposed(right, factors, ready)",
+        "factors, None if in_8_bits else right_scale,", "factors, factors,",
+        "kernels/test_float8_kernels transposes_for_a_weight_gradient",
+    ),
+    _fault(
+        "factors left out of the scales of a weight gradient", _PAIRS,
+        "scales = largest * load_vector(", "scales = largest + 0 * load_vector(",
+        "kernels/test_float8_kernels transposes_for_a_weight_gradient",
+    ),
+    _fault(
+        "right's programs counted as left's", _PAIRS,
+        "program -= of_right", "program -= 0",
         "kernels/test_float8_kernels transposes_for_a_weight_gradient",
     ),
     _fault(
