@@ -14,7 +14,7 @@ from ...tiles import only_before
 from ...tuning import EpiloguePipeline
 from ..arithmetic import Arithmetic
 from ..low_rank import LowRank, low_rank_copies
-from .elements import Scales, draw, dropped, in_8_bits, lower, of_columns, of_tile_rows, scaled, upper, zeros
+from .elements import Scales, draw, dropped, in_8_bits, lower, of_columns, of_rows, scaled, upper, zeros
 from .loading import Term, load_tiles
 from .pingpong import columns_at_once, mma_tiles, pingpong_ring
 from .pre_activations import Quarters, load_pre_activations, release, wait_for_quarter
@@ -44,10 +44,13 @@ class _Variant(NamedTuple):
 
 @resources(
     "dz d_gate hidden sums_ptr added_ptr weights_ptr weight_sums_ptr M N scales units_ptr hidden_rows_ptr dropout "
-    "limits quarters staging GATED ARITHMETIC BITS VARIANT"
+    "limits quarters staging GATED ARITHMETIC BITS VARIANT ROWS_FIRST"
 )
 class _Gradient(Resource):
-    """What the epilogue reads and writes besides the product; ``weights_ptr``: routing weights of sorted rows."""
+    """What the epilogue reads and writes besides the product; ``weights_ptr``: routing weights of sorted rows.
+
+    ``ROWS_FIRST``: the scales of rows are loaded before the mainloop, for which a mask or an addend leaves no registers.
+    """
 
 
 @gluon.jit
@@ -80,8 +83,20 @@ def _weights_of(weights_ptr, row, BITS: gl.constexpr):
 
 
 @gluon.jit
+def _scales_of(given, row):
+    """The scales of the product's rows of a quarter, and what the hidden's are multiplied by; 0 if there are none."""
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 256 // given.BITS])
+    scales, of_hidden = 0, 0
+    if given.scales.rows_ptr is not None:
+        scales = of_rows(given.scales.rows_ptr, row, given.M, given.scales.ROW_STRIDE, layout)
+    if given.hidden_rows_ptr is not None:
+        of_hidden = of_rows(given.hidden_rows_ptr, row, given.M, 1, layout)
+    return scales, of_hidden
+
+
+@gluon.jit
 def _store_quarter(
-    consumer: gl.constexpr, d_hidden, row, column, expert, position, stored, sums, of_rows, weight_sums, given
+    consumer: gl.constexpr, d_hidden, row, column, expert, position, stored, sums, rows, weight_sums, given
 ):  # fmt: skip
     """Store the results of a quarter of a tile, and add its sums to ``sums``, or store them at once if gated.
 
@@ -91,7 +106,9 @@ def _store_quarter(
     GATED: gl.constexpr = given.GATED
     ARITHMETIC: gl.constexpr = given.ARITHMETIC
     layout: gl.constexpr = d_hidden.type.layout
-    weights, row_scales, hidden_rows = of_rows
+    weights, row_scales, hidden_rows = rows
+    if not given.ROWS_FIRST:
+        row_scales, hidden_rows = _scales_of(given, row)
     WHOLE: gl.constexpr = activation_unit(ARITHMETIC.activation, ARITHMETIC.accuracy)
     WEIGHTED: gl.constexpr = given.weights_ptr is not None
     # Routing weights are multiplied by the unit instead of the results.
@@ -201,17 +218,18 @@ def _prologue(tile, given):
     row, column, _ = tile
     top, bottom = _initial(given, row, column), _initial(given, row + HALF, column)
     weights = _weights_of(given.weights_ptr, row, given.BITS), _weights_of(given.weights_ptr, row + HALF, given.BITS)
-    scales = of_tile_rows(given.scales.rows_ptr, row, given.M, given.scales.ROW_STRIDE, given.BITS)
-    hidden_rows = of_tile_rows(given.hidden_rows_ptr, row, given.M, 1, given.BITS)
-    return top, bottom, ((weights[0], scales[0], hidden_rows[0]), (weights[1], scales[1], hidden_rows[1]))
+    top_scales, bottom_scales = (0, 0), (0, 0)
+    if given.ROWS_FIRST:
+        top_scales, bottom_scales = _scales_of(given, row), _scales_of(given, row + HALF)
+    return top, bottom, ((weights[0], top_scales[0], top_scales[1]), (weights[1], bottom_scales[0], bottom_scales[1]))
 
 
 @gluon.jit
-def _epilogue(consumer: gl.constexpr, tile, top, bottom, of_rows, given, state):
+def _epilogue(consumer: gl.constexpr, tile, top, bottom, rows, given, state):
     first_row, column, expert = tile
     position, stored, left_sums, right_sums, no_left, no_right = state
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 256 // given.BITS])
-    top_rows, bottom_rows = of_rows
+    top_rows, bottom_rows = rows
     # A loop over the quarters, so that their code exists once: fetching the instructions of four copies took 22 of
     # 128 µs (16,384 × 512 × 2048 on an H100), and 142 of 258 with a gate and sums.
     for half in range(2):
@@ -285,7 +303,7 @@ def _sm90_epilogue_gradient_kernel(
         units_ptr=units_ptr, hidden_rows_ptr=hidden_rows_ptr, dropout=DropoutNumbers(seed_ptr, *dropout),
         limits=limits, quarters=quarters,
         staging=make_staging(dz_desc, STAGES.slots), GATED=gate_desc is not None,
-        ARITHMETIC=ARITHMETIC, BITS=BITS, VARIANT=VARIANT,
+        ARITHMETIC=ARITHMETIC, BITS=BITS, VARIANT=VARIANT, ROWS_FIRST=seed_ptr is None and added_ptr is None,
     )  # fmt: skip
     dy_term = Term(left=dy_desc, right=down_desc, other=None, inner=inner, first=0)
     low_rank = Term(left=v_desc, right=a_desc, other=None, inner=rank, first=0)
