@@ -115,7 +115,7 @@ LAYERS = (
     Layer("gated FFN, silu", (8192, 4096, 14336), "silu", gated=True),
     Layer("gated FFN, silu, LoRA", (16384, 2048, 8192), "silu", gated=True, rank=16),
     Layer("gated FFN, silu, LoRA", (8192, 4096, 14336), "silu", gated=True, rank=16),
-    Layer("linear", (16384, 2048, 2048), recipe="rowwise_with_gw_hp"),
+    Layer("linear", (16384, 2048, 2048)),
     Layer("linear", (8192, 4096, 4096)),
     Layer("gated experts, silu", (16384, 2048, 768, 128, 8), "silu", gated=True),
     Layer("gated experts, silu", (8192, 4096, 14336, 8, 2), "silu", gated=True),

@@ -66,7 +66,7 @@ def _transpose_tile(
     x_ptr, factors_ptr, values_ptr, program, stride_x, stride_values, M, K, BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Of the transpose ``[K, M]`` of 8-bit values, times factors of rows if there are any, or of numbers over scales."""
+    """Of the transpose ``[K, M]`` of 8-bit values, times factors of rows if there are any, or of numbers by scales."""
     columns = tl.cdiv(K, BLOCK_K)
     band, tile = program // columns, program % columns
     rows = band.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)

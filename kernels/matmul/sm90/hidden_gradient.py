@@ -49,7 +49,7 @@ class _Variant(NamedTuple):
 class _Gradient(Resource):
     """What the epilogue reads and writes besides the product; ``weights_ptr``: routing weights of sorted rows.
 
-    ``ROWS_FIRST``: the scales of rows are loaded before the mainloop, for which a mask or an addend leaves no registers.
+    ``ROWS_FIRST``: scales of rows are loaded before the mainloop, for which a mask or an addend leaves no registers.
     """
 
 
