@@ -267,7 +267,8 @@ def markdown(record: Record) -> str:
         for kind, speed in zip(KINDS, _speeds(row, [BF16]), strict=True)
         if speed and speed < ENOUGH
     ]
-    where = f"8 bits do not pay here: {'; '.join(slower)}." if slower else "8 bits are nowhere slower than bf16 here."
+    nowhere = f"8 bits are nowhere more than {100 * (1 - ENOUGH):.0f} % slower than bf16 here."
+    where = f"8 bits do not pay here: {'; '.join(slower)}." if slower else nowhere
     return f"{caption}\n\n{shown.markdown()}\n{where}\n"
 
 

@@ -182,6 +182,7 @@ def _why_not_read(linear: Any) -> str | None:
     double = torch.float64 in (weight.dtype, a.weight.dtype)
     if not alike and (double or autocast_dtype(weight.device) is None):
         where = "" if double else ": that is fused under autocast alone"
+        where += ", which the meta device has not" if where and weight.is_meta else ""
         return f"has an adapter of {a.weight.dtype}, but a weight of {weight.dtype}{where}"
     return None
 

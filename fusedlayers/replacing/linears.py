@@ -67,7 +67,7 @@ def replace_linears(
         text += f"{module.in_features} -> {module.out_features}"
         options: dict[str, Any] = {"split_k": rule.split_k, "reduction": rule.reduction, "precision": precision}
         if module in stay:
-            text += f"; in 16 bits: {stay[module]}"
+            text += f"; not in 8 bits: {stay[module]}"
         else:
             text += wish.in_words(LINEAR, changes.on, weight=module.weight, bias=module.bias, **options)
         fused = fused_class(FusedSplitKLinear, nn.Linear, **options)

@@ -70,7 +70,7 @@ def precision_in_words(operation: Operation, on: Device | None, x: Tensor | None
     tensors, options = operation.bound(x=x, **arguments)
     plan, _, instead = _planned(operation, tensors, options, on, weight.device, autocast=True)
     if instead is not None:
-        return f"; in 16 bits: {plan.reason}"
+        return f"; not in 8 bits: {plan.reason}"
     return f"; {WORD}{' under autocast' if weight.dtype is torch.float32 else ''}"
 
 

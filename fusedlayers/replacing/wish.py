@@ -42,5 +42,5 @@ class Wish:
         if self.word is None:
             return ""
         if arguments["precision"] is None:
-            return f"; in 16 bits: {SKIPPED}"
+            return f"; not in 8 bits: {SKIPPED}"
         return precision_in_words(operation, on, **arguments)

@@ -102,7 +102,7 @@ def test_where_nothing_runs_in_8_bits_the_report_says_so(model: Model, monkeypat
     with torch.no_grad():
         expected = model(given)
         report = fl.replace(model, precision=fl.Float8())
-        assert all("; in 16 bits: " in entry.reason for entry in report.replaced)
+        assert all("; not in 8 bits: " in entry.reason for entry in report.replaced)
         assert torch.equal(model(given), expected)
     again = fl.replace(model, precision="fp8")
     assert not again.replaced
@@ -153,7 +153,7 @@ def test_experts_run_in_8_bits_and_back() -> None:
     with torch.no_grad():
         assert torch.equal(model(x), expected)
     [entry] = fl.replace(model, precision="fp8").replaced
-    assert "; in 16 bits: " in entry.reason
+    assert "; not in 8 bits: " in entry.reason
 
 
 def test_rules_and_precision_together(model: Model) -> None:
@@ -175,7 +175,7 @@ def test_a_rule_does_not_take_the_head_into_8_bits(model: Model) -> None:
         rules = [fl.LinearRule(names=("lm_head", "layers.0.query"))]
         texts = {entry.path: entry.reason for entry in fl.replace(model, rules=rules, precision="fp8").replaced}
     assert (model.lm_head.precision, model.layers[0].query.precision) == (None, "fp8")
-    assert texts["lm_head"] == "split_k='auto', workspace, 64 -> 96; in 16 bits: it is the head of the model"
+    assert texts["lm_head"] == "split_k='auto', workspace, 64 -> 96; not in 8 bits: it is the head of the model"
     assert texts["layers.0.query"] == "split_k='auto', workspace, 64 -> 64; fp8"
 
 
@@ -232,7 +232,7 @@ def test_what_skip_names_stays_in_16_bits(
         texts = {entry.path: entry.reason for entry in report.replaced}
         assert {path for path, text in texts.items() if path.endswith("query")} == linears
         assert {path for path, text in texts.items() if path.endswith("mlp") and text.endswith("; fp8")} == ffns
-        left = {path for path, text in texts.items() if text.endswith("; in 16 bits: the precision's skip names it")}
+        left = {path for path, text in texts.items() if text.endswith("; not in 8 bits: the precision's skip names it")}
         assert left == {"layers.0.mlp", "layers.1.mlp"} - ffns
         reasons = {entry.path: entry.reason for entry in report.skipped}
         for place in (0, 1):
@@ -254,7 +254,7 @@ def test_skip_names_experts() -> None:
         report = fl.replace(model, precision=fl.Float8(skip="0"))
     assert [each.experts.fused_precision for each in layers] == [None, "fp8"]
     first, second = report.replaced
-    assert first.reason.endswith("; in 16 bits: the precision's skip names it")
+    assert first.reason.endswith("; not in 8 bits: the precision's skip names it")
     assert second.reason.endswith("; fp8")
 
 
