@@ -27,7 +27,8 @@ class Float8:
             layer is so wide that this is faster. Bias gradients are sums in 16 bits. Experts have weight gradients in
             16 bits whatever this says.
         skip: patterns of paths in the model that `replace` is given, as in a shell (``"*.layers.0"``): what they match
-            stays in 16 bits, with all that is inside of it. An FFN stays if any of its linear layers does.
+            stays in 16 bits, with all that is inside of it. An FFN stays if any of its linear layers does. A layer or a
+            function that is given a ``skip`` raises ValueError.
 
     Raises:
         TypeError: ``skip`` is neither a str nor a tuple of str.
@@ -63,17 +64,19 @@ class Float8:
 
 
 def precision_word(precision: str | Float8 | None) -> str | None:
-    """A ``precision`` as operations pass it on: None, or the recipe in a word.
+    """The ``precision`` of a layer as operations pass it on: None, or the recipe in a word.
 
     Raises:
         TypeError: it is neither None, a str nor a Float8.
-        ValueError: an unknown word.
+        ValueError: an unknown word, or a Float8 that skips paths, which only a model has.
     """
     if precision is None:
         return None
     if isinstance(precision, Float8):
+        if precision.patterns:
+            raise ValueError(f"precision: expected no skip, whose paths only replace knows, got {precision.skip!r}")
         return precision.word
-    expected = f'precision must be None, "{WORD}" or a fusedlayers.Float8'
+    expected = f"precision must be None, {', '.join(map(repr, WORDS.values()))} or a fusedlayers.Float8"
     if not isinstance(precision, str):
         raise TypeError(f"{expected}, got {precision!r} ({type(precision).__name__})")
     if precision not in WORDS.values():

@@ -23,7 +23,7 @@ class Wish:
     """
 
     def __init__(self, model: nn.Module, precision: str | Float8 | None) -> None:
-        self.word = precision_word(precision)
+        self.word = precision.word if isinstance(precision, Float8) else precision_word(precision)
         self._skipped: set[nn.Module] = set()
         modules = list(model.named_modules(remove_duplicate=False))
         for pattern in precision.patterns if isinstance(precision, Float8) else ():

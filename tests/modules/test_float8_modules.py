@@ -32,7 +32,8 @@ def blocks(**options: Any) -> list[torch.nn.Module]:
         (lambda: fl.Float8("delayed"), "recipe must be one of 'rowwise', 'rowwise_with_gw_hp', got 'delayed'"),
         (lambda: fl.Float8(weight_gradient="e5m2"), "weight_gradient must be one of 'auto', 'fp8', 'bf16', got 'e5m2'"),
         (lambda: fl.Float8("rowwise_with_gw_hp", "fp8"), 'weight_gradient must be "auto" or "bf16" with'),
-        (lambda: fl.FusedFFN(K, N, precision="int8"), 'precision must be None, "fp8" or a fusedlayers.Float8'),
+        (lambda: fl.FusedFFN(K, N, precision="int8"), "precision must be None, 'fp8', .* or a fusedlayers.Float8"),
+        (lambda: fl.FusedFFN(K, N, precision=fl.Float8(skip="a")), "expected no skip, .*, got 'a'"),
         (lambda: fl.SplitKLinear(K, N, precision=8), r"precision must be .*, got 8 \(int\)"),  # type: ignore[arg-type]
         (lambda: fl.functional.linear(torch.ones(2, 2), torch.ones(2, 2), precision="x"), "precision must be .*'x'"),
     ],
