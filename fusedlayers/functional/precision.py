@@ -73,7 +73,7 @@ def precision_word(precision: str | Float8 | None) -> str | None:
     if precision is None:
         return None
     if isinstance(precision, Float8):
-        if precision.patterns:
+        if precision.skip != ():
             raise ValueError(f"precision: expected no skip, whose paths only replace knows, got {precision.skip!r}")
         return precision.word
     expected = f"precision must be None, {', '.join(map(repr, WORDS.values()))} or a fusedlayers.Float8"

@@ -142,6 +142,6 @@ def transposed_pair(
     name = "transposed pair", rows, columns, others, right.dtype, layout_of(x), layout_of(right)
     both = prepared(ready, name, transpose)
     both((x, right, factors, None if in_8_bits else right_scale, *values))
-    of_both = scales[0] if of_left is None else scales[:count].view_as(of_left), scales[aligned]
-    found = [Scaled(each.view(E4M3)[:, :rows], scale) for each, scale in zip(values, of_both, strict=True)]
-    return found[0], found[1]
+    left_values, right_values = (each.view(E4M3)[:, :rows] for each in values)
+    left_scale = scales[0] if of_left is None else scales[:count].view_as(of_left)
+    return Scaled(left_values, left_scale), Scaled(right_values, scales[aligned])

@@ -33,23 +33,24 @@ def lower(word):
 
 
 @gluon.jit
-def of_rows(ptr, row, M, STRIDE: gl.constexpr, layout: gl.constexpr):
-    """The numbers of a quarter's rows; ``layout`` is the quarter's."""
-    rows = row + gl.arange(0, HALF, gl.SliceLayout(1, layout))
-    return gl.load(ptr + gl.minimum(rows, M - 1) * STRIDE)
+def of_rows(ptr, row, M, STRIDE: gl.constexpr, BITS: gl.constexpr):
+    """The numbers of a quarter's rows, for a product of operands of ``BITS`` bits; 0 if there are none."""
+    if ptr is None:
+        return 0
+    else:
+        layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 256 // BITS])
+        rows = row + gl.arange(0, HALF, gl.SliceLayout(1, layout))
+        return gl.load(ptr + gl.minimum(rows, M - 1) * STRIDE)
 
 
 @gluon.jit
-def of_tile_rows(ptr, row, M, STRIDE: gl.constexpr, BITS: gl.constexpr):
-    """The numbers of the upper and of the lower rows of a tile, to be loaded during its mainloop; 0 if there are none.
+def row_scales_of_tile(scales, row):
+    """The scales of the upper and of the lower rows of a tile of an 8-bit product, to be loaded during its mainloop.
 
     An epilogue has too few registers to do anything else while it waits for them.
     """
-    if ptr is None:
-        return 0, 0
-    else:
-        layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 256 // BITS])
-        return of_rows(ptr, row, M, STRIDE, layout), of_rows(ptr, row + HALF, M, STRIDE, layout)
+    upper_rows = of_rows(scales.rows_ptr, row, scales.rows, scales.ROW_STRIDE, 8)
+    return upper_rows, of_rows(scales.rows_ptr, row + HALF, scales.rows, scales.ROW_STRIDE, 8)
 
 
 @gluon.jit
@@ -74,7 +75,7 @@ def zeros(ROWS: gl.constexpr, COLUMNS: gl.constexpr, BITS: gl.constexpr = 16):
 
 
 @gluon.jit
-def scaled(acc, of_rows, column, scales, columns_ptr, bias_ptr, first, N):
+def scaled(acc, row_scales, column, scales, columns_ptr, bias_ptr, first, N):
     """``acc``, part of a tile of an 8-bit product, times the scales of its rows and columns, plus any bias.
 
     The initial accumulator, which is scaled, cannot hold the bias. Bias and scales of ``N`` columns begin at ``first``.
@@ -84,7 +85,7 @@ def scaled(acc, of_rows, column, scales, columns_ptr, bias_ptr, first, N):
     cols += first + column
     # Masked, not clamped: each clamped column would need an address of its own, in two registers.
     of_columns = gl.load(columns_ptr + cols * scales.COLUMN_STRIDE, inside, 0)
-    acc = acc * gl.expand_dims(upper(of_rows), 1) * gl.expand_dims(upper(of_columns), 0)
+    acc = acc * gl.expand_dims(upper(row_scales), 1) * gl.expand_dims(upper(of_columns), 0)
     if bias_ptr is not None:
         acc += gl.expand_dims(gl.load(bias_ptr + cols, inside, 0.0).to(gl.float32), 0)
     return acc

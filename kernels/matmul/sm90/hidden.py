@@ -16,7 +16,7 @@ from .elements import (
     in_8_bits,
     lower,
     of_columns,
-    of_tile_rows,
+    row_scales_of_tile,
     scaled,
     zeros,
 )
@@ -35,26 +35,25 @@ class _Hidden(Resource):
 @gluon.jit
 def _prologue(tile, given):
     row, column, expert = tile
-    scales = given.scales
-    if scales.rows_ptr is not None:
+    if given.scales.rows_ptr is not None:
         acc = zeros(HALF, TILE, 8)
     elif given.GATED:
         acc = biases_of_halves(given.up_bias_ptr, given.gate_bias_ptr, expert * given.N, column, given.N)
     else:
         acc = bias_of_columns(given.up_bias_ptr, expert * given.N, column, given.N, TILE)
-    return acc, acc, of_tile_rows(scales.rows_ptr, row, scales.rows, scales.ROW_STRIDE, 8)
+    return acc, acc, row_scales_of_tile(given.scales, row)
 
 
 @gluon.jit
-def _activate(consumer: gl.constexpr, z, z_gate, of_rows, row, column, expert, given, stored):
+def _activate(consumer: gl.constexpr, z, z_gate, row_scales, row, column, expert, given, stored):
     """Store the hidden of a quarter of a tile, and kept pre-activations; return the number of stores so far."""
     GATED: gl.constexpr = given.GATED
     ARITHMETIC: gl.constexpr = given.ARITHMETIC
     scales, first = given.scales, expert * given.N
     if scales.rows_ptr is not None:
-        z = scaled(z, of_rows, column, scales, scales.columns_ptr, given.up_bias_ptr, first, given.N)
+        z = scaled(z, row_scales, column, scales, scales.columns_ptr, given.up_bias_ptr, first, given.N)
         if GATED:
-            z_gate = scaled(z_gate, of_rows, column, scales, scales.gate_ptr, given.gate_bias_ptr, first, given.N)
+            z_gate = scaled(z_gate, row_scales, column, scales, scales.gate_ptr, given.gate_bias_ptr, first, given.N)
     UNIT: gl.constexpr = activation_unit(ARITHMETIC.activation, ARITHMETIC.accuracy)
     layout: gl.constexpr = z.type.layout
     if given.z is not None:
@@ -69,28 +68,28 @@ def _activate(consumer: gl.constexpr, z, z_gate, of_rows, row, column, expert, g
         columns = lower(of_columns(scales.columns_ptr, column, given.N, layout))
         if GATED:
             columns *= lower(of_columns(scales.gate_ptr, column, given.N, layout))
-        hidden = in_8_bits(hidden, lower(of_rows), columns)
+        hidden = in_8_bits(hidden, lower(row_scales), columns)
     return tma_store(consumer, given.hidden, row, column, hidden, staging_of(given.hidden, given.staging), stored)
 
 
 @gluon.jit
 def _epilogue(consumer: gl.constexpr, tile, top, bottom, loaded, given, stored):
     row, column, expert = tile
-    top_rows, bottom_rows = loaded
+    top_scales, bottom_scales = loaded
     # A loop, so that the code of a quarter exists once: see ``hidden_gradient``.
     for half in range(2):
         left, right = column_halves(top)
         if given.GATED:
             stored = _activate(
-                consumer, left, right, top_rows, row + half * HALF, column, expert, given, stored
+                consumer, left, right, top_scales, row + half * HALF, column, expert, given, stored
             )  # fmt: skip
         else:
             for side in range(2):
                 stored = _activate(
-                    consumer, left, left, top_rows, row + half * HALF, column + side * HALF, expert, given, stored
+                    consumer, left, left, top_scales, row + half * HALF, column + side * HALF, expert, given, stored
                 )  # fmt: skip
                 left = right
-        top, top_rows = bottom, bottom_rows
+        top, top_scales = bottom, bottom_scales
     return stored
 
 

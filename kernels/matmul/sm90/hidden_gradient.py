@@ -85,13 +85,8 @@ def _weights_of(weights_ptr, row, BITS: gl.constexpr):
 @gluon.jit
 def _scales_of(given, row):
     """The scales of the product's rows of a quarter, and what the hidden's are multiplied by; 0 if there are none."""
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 256 // given.BITS])
-    scales, of_hidden = 0, 0
-    if given.scales.rows_ptr is not None:
-        scales = of_rows(given.scales.rows_ptr, row, given.M, given.scales.ROW_STRIDE, layout)
-    if given.hidden_rows_ptr is not None:
-        of_hidden = of_rows(given.hidden_rows_ptr, row, given.M, 1, layout)
-    return scales, of_hidden
+    scales = of_rows(given.scales.rows_ptr, row, given.M, given.scales.ROW_STRIDE, given.BITS)
+    return scales, of_rows(given.hidden_rows_ptr, row, given.M, 1, given.BITS)
 
 
 @gluon.jit

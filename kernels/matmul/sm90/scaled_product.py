@@ -9,7 +9,7 @@ from ...hopper import Matrix, Resource, fence_async_shared, gl, gluon, resources
 from ...launching import Launch, ceil_div
 from ...tuning import EpiloguePipeline
 from ..low_rank import columns_of_step
-from .elements import Scales, of_tile_rows, scaled
+from .elements import Scales, row_scales_of_tile, scaled
 from .loading import Term, load_parts
 from .pingpong import dense_launch, mma_parts, pingpong_ring
 from .ring import HALF, TILE, make_staging, tma_store, with_low_rank
@@ -30,17 +30,18 @@ def _epilogue(consumer: gl.constexpr, tile, quarters, given, stored):
     row, column, expert = tile
     left, right, lower_left, lower_right = quarters
     scales = given.scales
-    of_rows, lower_rows = of_tile_rows(scales.rows_ptr, row, scales.rows, scales.ROW_STRIDE, 8)
+    row_scales, lower_scales = row_scales_of_tile(scales, row)
     # Loops, so that the code of a quarter exists once: see the hidden's gradient.
     for half in range(2):
         for side in range(2):
             first_row, first = row + half * HALF, column + side * HALF
             value = scaled(
-                left, of_rows, first, scales, scales.columns_ptr, given.bias_ptr, expert * given.columns, given.columns
+                left, row_scales, first, scales, scales.columns_ptr, given.bias_ptr, expert * given.columns,
+                given.columns,
             )  # fmt: skip
             stored = tma_store(consumer, given.out, first_row, first, value, given.staging, stored)
             left = right
-        left, right, of_rows = lower_left, lower_right, lower_rows
+        left, right, row_scales = lower_left, lower_right, lower_scales
     return stored
 
 
