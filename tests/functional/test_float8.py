@@ -21,7 +21,7 @@ from fusedlayers.closeness.noise import OF_LAYER, OF_PRODUCT, OF_WEIGHT_GRADIENT
 from fusedlayers.functional import float8
 from fusedlayers.functional.dispatch import decisions
 from tests.functional.test_compiled import Recorded
-from tests.support.float8_twins import in_8_bits
+from tests.support.float8_twins import in_8_bits, optimizer_step
 
 BFLOAT16 = torch.bfloat16
 NAMES = ("x", "w_up", "w_down", "b_up", "b_down", "w_gate", "b_gate")
@@ -189,7 +189,7 @@ def test_the_numbers_are_those_of_the_changed_weight() -> None:
         with torch.no_grad():
             change(given["w_up"])
         # A step of any optimizer drops what an assignment past the version counter leaves unnoticed.
-        torch.optim.SGD([torch.zeros(1, requires_grad=True)]).step()
+        optimizer_step()
         after = ffn(given)
         assert not torch.equal(after, before)
         assert torch.equal(after, ffn({name: each.detach().clone() for name, each in given.items()}))

@@ -18,7 +18,7 @@ from fusedlayers.closeness.noise import sqnr
 from fusedlayers.functional.dispatch import decisions
 from fusedlayers.functional.moe_ffn import moe_ffn
 from tests.functional.test_compiled import CHECKS, Recorded
-from tests.support.float8_twins import in_8_bits
+from tests.support.float8_twins import in_8_bits, optimizer_step
 from tests.support.moe_operands import CLAMPED, LAYOUTS, assert_same, how, in_8, like_x, moe_inputs, results, wide
 from tests.support.operands import needs_kernels, on_path
 
@@ -122,7 +122,7 @@ def test_weights_are_quantised_once_until_they_change(layout: str, made: Any) ->
                 leaves["w_up"].mul_(2)
     # x, h, dy and dz, and the weights: up and gate, in one tensor if merged, and down; and both transposed.
     assert counts == [(7 - merged, 2), (4, 0), (6 - merged, 1), (4, 0)]
-    torch.optim.SGD([torch.zeros(1, requires_grad=True)]).step()
+    optimizer_step()
     made.clear()
     moe_ffn(**leaves, **how(layout=layout), precision="fp8")
     assert made["rows"] == 5 - merged

@@ -15,6 +15,7 @@ from fusedlayers import reference
 from fusedlayers.closeness.noise import OF_LAYER, OF_WEIGHT_GRADIENT, sqnr
 from fusedlayers.functional import float8
 from tests.functional.test_float8 import RECIPES, M, O, ffn, gradients, in_float64, made, operands
+from tests.support.float8_twins import optimizer_step
 
 __all__ = ["made"]
 
@@ -108,7 +109,7 @@ def test_copies_of_two_parts_of_one_weight_are_freed_at_a_step() -> None:
     copies = [weakref.ref(made.down.values) for made, _ in float8._kept[id(merged)].made.values()]
     assert [each() is None for each in copies] == [False] * 2
     gc.disable()
-    torch.optim.SGD([torch.zeros(1, requires_grad=True)]).step()
+    optimizer_step()
     freed = [each() is None for each in copies]
     gc.enable()
     assert all(freed)
@@ -126,10 +127,6 @@ def frozen_weights(given: dict[str, Any]) -> dict[str, Any]:
     return frozen | {"x": given["x"]}
 
 
-def step() -> None:
-    torch.optim.SGD([torch.zeros(1, requires_grad=True)]).step()
-
-
 def test_frozen_weights_are_kept_on_request(keeping: None, made: Any) -> None:
     """Over steps and without gradients, until they change or are to be forgotten."""
     given, dy = operands(True), torch.randn(M, O)
@@ -137,7 +134,7 @@ def test_frozen_weights_are_kept_on_request(keeping: None, made: Any) -> None:
     y = ffn(frozen)
     dx = gradients(y, frozen, dy)["x"]
     made.clear()
-    step()
+    optimizer_step()
     with torch.no_grad():
         assert torch.equal(ffn(frozen), y)
     assert made["rows"] == 1
@@ -175,7 +172,7 @@ def test_what_is_trained_is_never_kept_longer(frozen_one: str, trained: str, kee
         gradients(ffn(mixed), mixed, dy)
         # x, dy and two weights in rows; both weights transposed.
         assert (made["rows"], made["transposed"]) == (4, 2)
-        step()
+        optimizer_step()
         assert not any(kept.made for kept in float8._kept.values())
         with torch.no_grad():
             mixed[trained].data.mul_(2)
