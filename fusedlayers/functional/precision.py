@@ -25,7 +25,7 @@ class Float8:
         weight_gradient: "fp8": weight gradients are products of 8-bit operands, too, which are transposed for it.
             "bf16": they are computed from operands in 16 bits, as without ``precision``. "auto": in 8 bits if the
             layer is so wide that this is faster. Bias gradients are sums in 16 bits. Experts have weight gradients in
-            16 bits whatever this says.
+            16 bits if a width is no multiple of 64.
         skip: patterns of paths in the model that `replace` is given, as in a shell (``"*.layers.0"``): what they match
             stays in 16 bits, with all that is inside of it. An FFN stays if any of its linear layers does. A layer or a
             function that is given a ``skip`` raises ValueError.

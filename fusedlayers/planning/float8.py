@@ -80,16 +80,16 @@ class Float8Problem(Float8Call, Problem):  # type: ignore[misc]
     @property
     def up_gradient_in_8_bits(self) -> bool:
         """Whether the gradients of w_up and w_gate are products of 8-bit operands."""
-        return self.gradients_bounded or (not self.bounded and _transposes(self.recipe, self._reuse[0]))
+        return self.gradients_bounded or (not self.bounded and transposes(self.recipe, self._reuse[0]))
 
     @property
     def down_gradient_in_8_bits(self) -> bool:
         """The same of w_down."""
-        return self.gradients_bounded or (not self.bounded and _transposes(self.recipe, self._reuse[1]))
+        return self.gradients_bounded or (not self.bounded and transposes(self.recipe, self._reuse[1]))
 
     @property
     def _reuse(self) -> tuple[float, float]:
-        return _reuse((2 if self.gated else 1) * self.N, self.K), _reuse(self.O, self.N)
+        return reuse((2 if self.gated else 1) * self.N, self.K), reuse(self.O, self.N)
 
     @property
     def bounded(self) -> bool:
@@ -102,7 +102,7 @@ class Float8Problem(Float8Call, Problem):  # type: ignore[misc]
     @property
     def gradients_bounded(self) -> bool:
         """Whether the gradients of the pre-activations are, too: if all weight gradients take 8 bits."""
-        return self.bounded and _transposes(self.recipe, min(self._reuse), LIMITS.least_bounded_reuse)
+        return self.bounded and transposes(self.recipe, min(self._reuse), LIMITS.least_bounded_reuse)
 
     @property
     def flops_in_16_bits(self) -> int:
@@ -201,7 +201,7 @@ class Float8LinearProblem(Float8Call, LinearProblem):  # type: ignore[misc]
 
     @property
     def weight_gradient_in_8_bits(self) -> bool:
-        return _transposes(self.recipe, _reuse(self.N, self.K))
+        return transposes(self.recipe, reuse(self.N, self.K))
 
     @property
     def flops_in_16_bits(self) -> int:
@@ -238,15 +238,15 @@ class Float8LinearProblem(Float8Call, LinearProblem):  # type: ignore[misc]
         }
 
 
-def _reuse(left: int, right: int) -> float:
+def reuse(left: int, right: int) -> float:
     """FLOPs of a weight gradient ``[left, right]`` for each byte that transposing its operands moves."""
     # A token of left is read and written in 8 bits, one of right is read in 16 bits.
     return 2 * left * right / (2 * left + 3 * right)
 
 
-def _transposes(recipe: str, reuse: float, least: int | None = None) -> bool:
-    """Whether a weight gradient is a product of 8-bit operands, which are transposed for it."""
-    return recipe == ROWWISE or (recipe == AUTO and reuse >= (LIMITS.least_reuse if least is None else least))
+def transposes(recipe: str, flops: float, least: int | None = None) -> bool:
+    """Whether a weight gradient, with so many FLOPs for each byte that transposing moves, has 8-bit operands."""
+    return recipe == ROWWISE or (recipe == AUTO and flops >= (LIMITS.least_reuse if least is None else least))
 
 
 def without_recipe(problem: Any, kind: type[_Call]) -> _Call:

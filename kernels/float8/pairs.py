@@ -17,8 +17,9 @@ _NOT_FINITE = tl.constexpr(1000)
 _TILE_ROWS, _TILE_BYTES = 128, 128
 # Rows of a transpose begin at multiples of so many bytes.
 _UNIT = tl.constexpr(16)
-# Scales that one program of so many warps multiplies at once: it alone finds the largest product.
-_SCALES_AT_ONCE, _SCALE_WARPS = 16384, 32
+# Scales that one program of so many warps multiplies at once: it alone finds the largest product, of all rows or of an
+# expert's.
+_SCALES_AT_ONCE, _SCALE_WARPS = (16384, 4096), (32, 8)
 # Float32 numbers in 16 bytes.
 _ALIGNED = tl.constexpr(4)
 
@@ -33,29 +34,32 @@ def _exponents(left_ptr, right_ptr, rows, M):
 
 @triton.jit
 def _combine_scales_kernel(
-    left_ptr, right_ptr, of_left_ptr, factors_ptr, scales_ptr, M, N, BLOCK: tl.constexpr
+    left_ptr, right_ptr, of_left_ptr, starts_ptr, factors_ptr, scales_ptr, M, N, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """Products of two scales of each row, relative to the largest of them.
+    """Products of two scales of each row, relative to the largest of them, or of those of the same expert.
 
-    The largest one is left's scale, ``N`` times, multiplied by what there is for left's columns. Right's, which is 1,
-    is stored behind it.
+    The largest one is left's scale: ``N`` times, multiplied by what there is for left's columns, or that of each of
+    ``N`` experts, which have a program each. Right's, which is 1, is stored behind it.
     """
-    rows = tl.arange(0, BLOCK)
+    begin, program = 0, tl.program_id(0)
+    if starts_ptr is not None:
+        begin, M = tl.load(starts_ptr + program), tl.load(starts_ptr + program + 1)
+    rows = begin + tl.arange(0, BLOCK)
     sums = _exponents(left_ptr, right_ptr, rows, M)
-    for first in tl.range(BLOCK, M, BLOCK):
+    for first in tl.range(BLOCK, M - begin, BLOCK):
         sums = tl.maximum(sums, _exponents(left_ptr, right_ptr, first + rows, M))
     most = tl.max(sums, 0)
     # Beyond the range of float32 lies 0 or infinity, as the weight gradient does.
     largest = tl.minimum(tl.maximum(most - 127, 0), 255) << 23
     largest = tl.where(most == _NOT_FINITE, 0x7FC00000, largest).to(tl.float32, bitcast=True)
     if of_left_ptr is None:
-        tl.store(scales_ptr, largest)
+        tl.store(scales_ptr + program, largest)
     else:
         for first in tl.range(0, N, BLOCK):
             scales = largest * load_vector(of_left_ptr, first + rows, 1, N)
             tl.store(scales_ptr + first + rows, scales, mask=first + rows < N)
     tl.store(scales_ptr + tl.cdiv(N, _ALIGNED) * _ALIGNED, 1.0)
-    for first in tl.range(0, M, BLOCK):
+    for first in tl.range(0, M - begin, BLOCK):
         sums = _exponents(left_ptr, right_ptr, first + rows, M)
         factors = tl.maximum(sums - most + 127, 0) << 23
         tl.store(factors_ptr + first + rows, factors.to(tl.float32, bitcast=True), mask=first + rows < M)
@@ -109,6 +113,7 @@ def transposed_pair(
     right_scale: torch.Tensor,
     ready: dict[Any, Any] | None = None,
     of_left: torch.Tensor | None = None,
+    starts: torch.Tensor | None = None,
 ) -> tuple[Scaled, Scaled]:
     """Both operands of ``leftᵀ right``, transposed, in 8 bits: ``[M, N]`` -> ``[N, M]``, and ``[M, K]`` -> ``[K, M]``.
 
@@ -116,9 +121,13 @@ def transposed_pair(
     these rows in 8 bits. The result of left has one scale, or with float32 factors ``of_left``, contiguous and of any
     shape, that many: it is multiplied by them. The scale of right is 1. Rows of both results begin at multiples of 16
     bytes.
+
+    ``starts`` ``[E + 1]`` are the first rows of E experts, which lie one behind the other, and the end of the last one.
+    Then each has a product of its own, and the result of left a scale for each, ``[E]``; there is no ``of_left``.
     """
     (rows, columns), others = left.values.shape, right.shape[1]
-    count = 1 if of_left is None else of_left.numel()
+    programs = 1 if starts is None else starts.numel() - 1
+    count = programs if of_left is None else of_left.numel()
     aligned = ceil_div(count, _ALIGNED.value) * _ALIGNED.value
     factors, scales = left.scale.new_empty(rows), left.scale.new_empty(aligned + 1)
     stride = ceil_div(rows, _UNIT.value) * _UNIT.value
@@ -127,7 +136,9 @@ def transposed_pair(
     values = [x.new_empty(size, stride) for size in (columns, others)]
 
     def combine() -> Launch:
-        return Launch(_combine_scales_kernel, 1, (rows, count), (), (_SCALES_AT_ONCE,), _SCALE_WARPS)
+        which = 0 if starts is None else 1
+        constants, warps = (_SCALES_AT_ONCE[which],), _SCALE_WARPS[which]
+        return Launch(_combine_scales_kernel, programs, (rows, count), (), constants, warps)
 
     def transpose() -> Launch:
         widths = _TILE_BYTES, _TILE_BYTES // right.element_size()
@@ -137,11 +148,12 @@ def transposed_pair(
         numbers, constants = (*strides, stride, rows, columns, others), (_TILE_ROWS, *widths, *units)
         return Launch(_transpose_pair_kernel, bands * tiles, numbers, (), constants, 4)
 
-    combined = prepared(ready, ("combined scales", rows, count, of_left is None), combine)
-    combined((left.scale, right_scale, of_left, factors, scales))
+    combined = prepared(ready, ("combined scales", rows, count, of_left is None, starts is None), combine)
+    combined((left.scale, right_scale, of_left, starts, factors, scales))
     name = "transposed pair", rows, columns, others, right.dtype, layout_of(x), layout_of(right)
     both = prepared(ready, name, transpose)
     both((x, right, factors, None if in_8_bits else right_scale, *values))
     left_values, right_values = (each.view(E4M3)[:, :rows] for each in values)
     left_scale = scales[0] if of_left is None else scales[:count].view_as(of_left)
+    left_scale = left_scale if starts is None else scales[:count]
     return Scaled(left_values, left_scale), Scaled(right_values, scales[aligned])

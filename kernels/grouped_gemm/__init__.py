@@ -15,12 +15,12 @@ Shapes: x [M, K], xs [P, K], w [M, k], W_up and W_gate [E, N, K], W_down [E, K, 
 that of the row's expert. ``sorting`` defines the P rows: those of an expert begin at a multiple of a block, and the
 padding between experts is 0 in xs, dys, dZ, dG and w ⊙ H, so that sums over an expert's rows need no masks. No atomics:
 the same bits every time. Nothing is copied to the host, so a CUDA graph serves any routing. Operands
-of a product, but for weight gradients, may be in 8 bits with scales.
+of a product may be in 8 bits with scales.
 """
 
 from ..matmul.arithmetic import Arithmetic
 from .moving import combine, expert_sums, score_gradient, spread
-from .products import HiddenGradients, hidden, hidden_gradient, product, weight_gradient
+from .products import HiddenGradients, hidden, hidden_gradient, product, scaled_weight_gradient, weight_gradient
 from .sorting import SortedRows, longest_first, rows_of, sizes, sort
 
 __all__ = [
@@ -34,6 +34,7 @@ __all__ = [
     "longest_first",
     "product",
     "rows_of",
+    "scaled_weight_gradient",
     "score_gradient",
     "sizes",
     "sort",

@@ -251,7 +251,40 @@ def weight_gradient(
         return generic.prepare_weight_gradient(a, b, out.stride(), experts, input_precision, tiles)
 
     launch, on_sm90 = prepared(ready, ("weight gradient", name), _sm90_or_generic, sm90_launch, generic_launch)
-    launch((a, b, out, rows.starts, order) if on_sm90 else (a, b, out, None, rows.starts))
+    launch((a, b, out, rows.starts, order, None) if on_sm90 else (a, b, out, None, rows.starts))
+
+
+def scaled_weight_gradient(
+    a: Scaled,
+    b: Scaled,
+    rows: SortedRows,
+    out: torch.Tensor,
+    *,
+    pipeline: CooperativePipeline,
+    order: torch.Tensor | None = None,
+    ready: dict[Any, Any] | None = None,
+    name: str = "",
+) -> None:
+    """The same in 8 bits, from the transposes a ``[R, P]``, with a scale for each expert, and b ``[C, P]``.
+
+    R and C are multiples of 64.
+    """
+    left, right = a.values, b.values
+    if out.stride(1) < out.stride(2):
+        left, right, out = right, left, out.mT
+    experts, units, _ = out.shape
+    # TMA stores whole rows. Every second column of a weight, say, is copied there.
+    stored = out if stacked(out) is not None else torch.empty_like(out, memory_format=torch.contiguous_format)
+
+    def prepare() -> Launch:
+        found = [each for each in (stacked(left.T), stacked(right.T), stacked(stored)) if each is not None]
+        assert len(found) == 3, _ALIGNED
+        return sm90.prepare_grouped_weight_gradient(*found, experts, units, pipeline)
+
+    launch = prepared(ready, ("weight gradient", name), prepare)
+    launch((left, right, stored, rows.starts, order, a.scale))
+    if stored is not out:
+        out.copy_(stored)
 
 
 def _sm90_or_generic(

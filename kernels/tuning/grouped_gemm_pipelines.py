@@ -25,11 +25,12 @@ class CooperativePipeline:
     step: int = 64
     group: int = 16
     programs: int = 132
+    bits: int = 16
 
     @property
     def stages(self) -> int:
         """Stages of the ring that fit beside the staging buffers."""
-        return stages_that_fit(sum(self.tile), self.step, 2 * self.slots)
+        return stages_that_fit(sum(self.tile), self.step, 2 * self.slots, bits=self.bits)
 
 
 GroupedPipeline = EpiloguePipeline | CooperativePipeline
@@ -50,4 +51,14 @@ GROUPED_PIPELINES: dict[tuple[str, bool], GroupedPipeline] = {
     ("weight_gradient", True): CooperativePipeline(),
 }
 
-__all__ = ["BLOCK", "COOPERATIVE_COLUMNS", "GROUPED_PIPELINES", "CooperativePipeline", "GroupedPipeline"]
+# Weight gradients of 8-bit operands.
+SCALED_WEIGHT_GRADIENT = CooperativePipeline(step=128, bits=8)
+
+__all__ = [
+    "BLOCK",
+    "COOPERATIVE_COLUMNS",
+    "GROUPED_PIPELINES",
+    "SCALED_WEIGHT_GRADIENT",
+    "CooperativePipeline",
+    "GroupedPipeline",
+]

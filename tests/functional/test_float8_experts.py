@@ -25,7 +25,7 @@ from tests.support.operands import needs_kernels, on_path
 pytestmark = needs_kernels
 
 BFLOAT16 = torch.bfloat16
-TOKENS, K, N, E, TOP_K = 48, 64, 96, 5, 2
+TOKENS, K, N, E, TOP_K = 48, 64, 128, 5, 2
 # In dB, of experts.
 OF_RESULT, OF_DX, OF_PARAMETER = 23.0, 18.0, 17.0
 
@@ -93,9 +93,10 @@ def test_frozen_operands_change_no_other_gradient(made: Any) -> None:
         made.clear()
         alone = in_8(tensors, dy, frozen)
         assert_same(alone, everything)
-        # x, h and dy, and the weights; dz for dx, with the transposes of both weights.
-        assert made["rows"] == 3 + 3 + (name == "x")
+        # x, h and dy, and the weights; dz for dx, with the transposes of both weights; what weight gradients need.
+        assert made["rows"] == 3 + 3 + {"x": 1, "w_down": 1, "w_up": 2, "w_gate": 2}.get(name, 0)
         assert made["transposed"] == (name != "b_down") + (name == "x")
+        assert made["pairs"] == (name in ("w_down", "w_up", "w_gate"))
 
 
 def test_the_same_value_with_and_without_gradients() -> None:
@@ -120,12 +121,32 @@ def test_weights_are_quantised_once_until_they_change(layout: str, made: Any) ->
         if step == 1:
             with torch.no_grad():
                 leaves["w_up"].mul_(2)
-    # x, h, dy and dz, and the weights: up and gate, in one tensor if merged, and down; and both transposed.
-    assert counts == [(7 - merged, 2), (4, 0), (6 - merged, 1), (4, 0)]
+    # x, h, dy, dz, h and x, and the weights: up and gate, in one tensor if merged, and down; and both transposed.
+    assert counts == [(9 - merged, 2), (6, 0), (8 - merged, 1), (6, 0)]
     optimizer_step()
     made.clear()
     moe_ffn(**leaves, **how(layout=layout), precision="fp8")
     assert made["rows"] == 5 - merged
+
+
+@pytest.mark.parametrize(
+    ("width", "precision", "pairs", "text"),
+    [
+        (N, "fp8", 2, "weight gradients in 8 bits"),
+        (N, "rowwise", 2, "weight gradients in 8 bits"),
+        (N, "rowwise_with_gw_hp", 0, "weight gradients in 16 bits"),
+        # The next expert's gradient would begin within a tile.
+        (N + 32, "rowwise", 0, "weight gradients in 16 bits"),
+    ],
+)
+def test_weight_gradients_by_recipe(width: int, precision: str, pairs: int, text: str, made: Any) -> None:
+    tensors = moe_inputs(TOKENS, K, width, E, TOP_K, BFLOAT16)
+    dy = like_x(tensors)
+    found, truth = in_8(tensors, dy, precision=precision), results(reference.moe_ffn, wide(tensors), dy.double())
+    assert made["pairs"] == pairs
+    for name in ("dw_up", "dw_gate", "dw_down"):
+        assert sqnr(found[name], truth[name]) >= OF_PARAMETER, name
+    assert text in str(fl.explain(moe_ffn, **tensors, precision=precision))
 
 
 def test_layouts_are_told_apart() -> None:
@@ -179,7 +200,7 @@ def test_under_autocast(made: Any) -> None:
             y = moe_ffn(**leaves, precision="fp8")
         torch.autograd.grad(y.float().sum(), [leaves["x"]])
         counts.append((made["rows"], made["transposed"]))
-    assert counts == [(7, 2), (4, 0)]
+    assert counts == [(9, 2), (6, 0)]
 
 
 def test_compiled_and_observed() -> None:
@@ -206,7 +227,7 @@ def test_compiled_and_observed() -> None:
         (
             (1, K, N, E, TOP_K),
             BFLOAT16,
-            "the experts have few rows for their weights: 0 FLOPs",
+            "the experts are narrow or have few rows for their weights: 1 FLOPs",
         ),
         ((0, K, N, E, TOP_K), BFLOAT16, "there is nothing to compute"),
     ],

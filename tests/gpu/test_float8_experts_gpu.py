@@ -18,11 +18,12 @@ from fusedlayers.functional.moe_ffn import float8 as experts8
 from fusedlayers.functional.moe_ffn import moe_ffn
 from fusedlayers.functional.switches import switched
 from fusedlayers.kernels import grouped_gemm as kernels
-from fusedlayers.kernels.float8 import quantise_rows, quantise_transposed
+from fusedlayers.kernels.float8 import quantise_rows, quantise_transposed, transposed_pair
 from fusedlayers.kernels.grouped_gemm import Arithmetic, SortedRows
 from fusedlayers.kernels.hopper import Scaled
 from fusedlayers.kernels.tuning import EPILOGUE_PIPELINES
 from fusedlayers.kernels.tuning.grouped_gemm import grouped_tiles
+from fusedlayers.kernels.tuning.grouped_gemm_pipelines import SCALED_WEIGHT_GRADIENT
 from fusedlayers.reference.float8 import dequantised
 from tests.gpu.test_float8_gpu import BFLOAT16, FLOAT16, GATED, pytestmark, wherever_it_can
 from tests.gpu.test_grouped_gemm_gpu import E, assert_rows, by_expert, integers, laid_out, routed
@@ -118,6 +119,36 @@ def test_hidden_gradient_of_integers(in_place: bool, gated: bool, routing: str, 
         assert_rows(found.weighted_hidden, both[0] * both[1] * by_row, rows, padding=True)
         sums = (d_hidden * both[0] * both[1]).sum(1)
         assert_rows(found.partials.double().sum(0)[:, None], sums[:, None], rows)
+
+
+@pytest.mark.parametrize("routing", ["even", "skewed", "one", "few"])
+@pytest.mark.parametrize("layout", ["separate", "concatenated", "interleaved", "transposed", "columns"])
+@pytest.mark.parametrize(("K", "N"), [(512, 768), (192, 64)])
+@DTYPE
+def test_weight_gradients_of_integers(K: int, N: int, layout: str, routing: str, dtype: torch.dtype) -> None:
+    """Of every expert, into every layout of weights, in parts where its rows are many; again and again."""
+    rows = routed(routing)
+    left, right = sorted_rows(rows, N, 2), sorted_rows(rows, K, 2)
+    if routing in ("skewed", "one"):
+        # Between two parts a sum waits in bfloat16, which holds few terms of one scale.
+        values = left.values.float().clamp(-1, 1) * (torch.rand(rows.capacity, 1, device=DEVICE) < 1 / 32)
+        left = Scaled(values.to(torch.float8_e4m3fn), torch.full_like(left.scale, 4.0))
+        right = Scaled(right.values, torch.full_like(left.scale, 0.5))
+    expected = torch.zeros(E, N, K, device=DEVICE, dtype=torch.float64)
+    for expert, (first, end) in enumerate(zip(rows.starts[:-1].tolist(), rows.starts[1:].tolist(), strict=True)):
+        expected[expert] = exact(left)[first:end].T @ exact(right)[first:end]
+    for _ in range(3):
+        empty = [torch.full((E, N, K), torch.nan, device=DEVICE, dtype=dtype) for _ in range(2)]
+        if layout == "columns":
+            out, beside = torch.stack(empty, 3).unbind(3)
+        else:
+            out, beside = laid_out(layout, *empty)
+        a, b = transposed_pair(left, right.values, right.scale, starts=rows.starts)
+        kernels.scaled_weight_gradient(
+            a, b, rows, out, pipeline=SCALED_WEIGHT_GRADIENT, order=kernels.longest_first(rows.starts)
+        )  # fmt: skip
+        assert torch.equal(out, expected.to(dtype))
+        assert beside.isnan().all()
 
 
 def test_each_matrix_of_a_batch_is_transposed() -> None:

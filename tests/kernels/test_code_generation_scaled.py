@@ -29,6 +29,7 @@ from fusedlayers.kernels import gemm_epilogue as kernels
 from fusedlayers.kernels import grouped_gemm as grouped
 from fusedlayers.kernels.grouped_gemm import rows_of, sizes
 from fusedlayers.kernels.tuning.grouped_gemm import grouped_tiles
+from fusedlayers.kernels.tuning.grouped_gemm_pipelines import SCALED_WEIGHT_GRADIENT
 from fusedlayers.kernels.dropout import NO_DROPOUT, Dropout
 from fusedlayers.kernels.gemm_epilogue import LowRank, Scaled
 from fusedlayers.kernels.matmul.arithmetic import Arithmetic
@@ -164,24 +165,34 @@ with compiling_for("sm_90", sm90=True) as reports:
         dtype=torch.bfloat16,
     )
 tell(reports, False, pipeline, False)
+left, right = operand(2 * UNITS, rows.capacity, False), operand(WIDTH, rows.capacity, False)
+left = Scaled(left.values[:UNITS], torch.empty(EXPERTS))
+with compiling_for("sm_90", sm90=True) as reports:
+    grouped.scaled_weight_gradient(
+        left, right, rows, torch.empty(EXPERTS, UNITS, WIDTH, dtype=torch.bfloat16), pipeline=SCALED_WEIGHT_GRADIENT
+    )
+tell(reports, False, SCALED_WEIGHT_GRADIENT, False)
 """
 
 
 def test_products_of_8_bit_operands(tmp_path: Path) -> None:
     """No spills, nothing serialised; in both consumers two instructions, one for each half of rows, for 32 columns.
 
-    A low-rank product has two more for 16 columns of 16 bits.
+    A low-rank product has two more for 16 columns of 16 bits; a consumer of a weight gradient has half of the rows.
     """
     found = compiled(tmp_path, SCALED)
-    assert {report["kernel"] for report in found} == {"sm90_hidden", "sm90_epilogue_gradient", "sm90_scaled_product"}
-    assert len(found) == 22 + 12 + 4 * 4 + 5
+    of_weights = "sm90_grouped_weight_gradient"
+    kernels = {"sm90_hidden", "sm90_epilogue_gradient", "sm90_scaled_product", of_weights}
+    assert {report["kernel"] for report in found} == kernels
+    assert len(found) == 22 + 12 + 4 * 4 + 6
     for report in found:
         # A mask is drawn, and an addend loaded, where the most values of a tile are alive.
         spilled = DROPPING if report["dropping"] and report["gated"] else 0
         assert report["spill_bytes"] <= spilled
         assert not report["loop_spills"]
         assert faults(report | {"spill_bytes": 0}) == []
-        assert report["wgmma"] == 2 * 2 * (STEP // 32 + report["rank"] // 16)
+        halves = 1 if report["kernel"] == of_weights else 2
+        assert report["wgmma"] == 2 * halves * (STEP // 32 + report["rank"] // 16)
         assert [report["constants"][name] for name in ("STEP", "STAGES")] == report["pipeline"]
 
 

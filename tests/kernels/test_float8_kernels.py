@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -172,6 +173,32 @@ def test_transposes_for_a_weight_gradient(size: tuple[int, int, int], dtype: tor
     assert one.scale == 1
     product = dequantised(found[0]).double() @ dequantised(found[1]).double().T
     assert torch.equal(product, dz.double().T @ x.double())
+
+
+@kernels
+@needs_kernels
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_transposes_for_the_weight_gradients_of_experts(dtype: torch.dtype) -> None:
+    """Each with a largest scale of its own, an expert without rows among them; rows behind the last one's are free."""
+    starts = [0, 32, 32, 48, 160, 4288, 4352]
+    dz, x = drawn(4400, 48, dtype), drawn(4400, 32, dtype)
+    dz[32:48] *= 64
+    dz[4270:4288] *= 8
+    left, right = quantise_rows(dz), quantise_rows(x)
+    left.scale[starts[-1] :] = torch.inf
+    (values, scales), (other, one) = transposed_pair(
+        left, right.values, right.scale, starts=torch.tensor(starts, dtype=torch.int32, device=DEVICE)
+    )
+    assert one == 1
+    for expert, (first, end) in enumerate(pairwise(starts)):
+        own = slice(first, end)
+        if first == end:
+            assert scales[expert] == 0
+            continue
+        pair = reference_pair(Scaled(left.values[own], left.scale[own]), right.values[own], right.scale[own])
+        for found, (expected, _) in zip((values, other), pair, strict=True):
+            assert torch.equal(found[:, own].view(torch.int8), expected.view(torch.int8))
+        assert scales[expert] == pair[0][1]
 
 
 @needs_kernels

@@ -20,7 +20,7 @@ from fusedlayers.planning import (
     LinearProblem,
     Problem,
 )
-from fusedlayers.planning.float8 import LIMITS, Float8LoRAProblem
+from fusedlayers.planning.float8 import LIMITS, ROWWISE, ROWWISE_BF16, Float8LoRAProblem
 from fusedlayers.planning.lora_ffn import LoRAProblem
 
 H100 = CARDS["H100"]
@@ -211,21 +211,45 @@ def test_experts_with_many_rows(training: bool) -> None:
         assert plan.hidden_pipeline.bits == plan.product_pipeline.bits == 8
         assert plan.floor_seconds < plan.problem.plain.plan(H100, "auto").floor_seconds
         found = dict(plan.facts(H100))
-        assert found["precision"] == "fp8, a scale for each row; weight gradients in 16 bits"
+        assert found["precision"] == "fp8, a scale for each row; weight gradients in 8 bits"
+        assert (plan.scaled_gradient_pipeline is not None) == training
         assert "each expert's padded to a multiple of 128" in found["rows"]
 
 
 @pytest.mark.parametrize("training", [False, True])
 def test_experts_with_few_rows_stay_in_16_bits(training: bool) -> None:
     """Whether there are gradients or not: both passes of a checkpoint must agree."""
-    small = experts(M=16_384, K=2048, N=768, E=128, top_k=8, training=training)
+    small = experts(M=8192, K=2048, N=768, E=128, top_k=8, training=training)
     plan = planning.plan(small, H100)
     assert plan.path == "bf16"
-    reason = f"the experts have few rows for their weights: {small.reuse:.0f} FLOPs in products"
+    reason = f"the experts are narrow or have few rows for their weights: {small.reuse:.0f} FLOPs in products"
     assert plan.reason.startswith(reason)
     assert planning.plan(small, H100, "triton").path == "float8"
     assert planning.plan(replace(small, M=4 * small.M), H100).path == "float8"
     assert "the call is too small" in planning.plan(experts(M=32_768, K=1024, N=1024, E=1, top_k=1), H100).reason
+
+
+def test_weight_gradients_of_experts() -> None:
+    """In 8 bits where transposing takes less than it gains and tiles end where experts do, in 16 by the recipe."""
+
+    def in_8_bits(**facts: Any) -> tuple[bool, bool]:
+        problem = experts(training=True, **facts)
+        return problem.up_gradient_in_8_bits, problem.down_gradient_in_8_bits
+
+    assert in_8_bits() == (True, True)
+    assert in_8_bits(recipe=ROWWISE_BF16) == (False, False)
+    assert in_8_bits(K=512, N=1024) == (True, False)
+    assert in_8_bits(K=512, N=1024, recipe=ROWWISE) == (True, True)
+    assert in_8_bits(N=14_336 + 32) == (False, False)
+    whole, mixed = experts(training=True), experts(training=True, recipe=ROWWISE_BF16)
+    assert whole.flops_in_16_bits == experts(training=True, frozen=True).flops_in_16_bits == 0
+    assert mixed.flops_in_16_bits == sum(mixed.model_flops) // 3
+    # The products of weight gradients count, and so does transposing their operands.
+    assert mixed.reuse < whole.reuse < 1.5 * mixed.reuse
+    # With weight gradients in 16 bits quantising pays from more FLOPs on.
+    few = {"M": 16_384, "K": 2048, "N": 768, "E": 128, "top_k": 8}
+    assert planning.plan(experts(**few), H100).path == "float8"
+    assert planning.plan(experts(**few, recipe=ROWWISE_BF16), H100).path == "bf16"
 
 
 def test_experts_that_cannot_be_numbered() -> None:

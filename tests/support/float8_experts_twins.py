@@ -102,3 +102,23 @@ def weight_gradient(a: Tensor, b: Tensor, rows: Any, out: Tensor, *_: Any, **__:
     bounds = zip(rows.starts[:-1].tolist(), rows.starts[1:].tolist(), strict=True)
     for each, (first, end) in zip(out, bounds, strict=True):
         each.copy_(a[first:end].float().T @ b[first:end].float())
+
+
+def transposed_pair(left: Scaled, right: Tensor, right_scale: Tensor, starts: Tensor) -> tuple[Scaled, Scaled]:
+    """As the launcher of that name, of each expert's rows."""
+    a = left.values.new_zeros(left.values.shape[1], len(left.values))
+    b = left.values.new_zeros(right.shape[1], len(right))
+    scale = torch.zeros(len(starts) - 1, device=right.device)
+    for expert, (first, end) in enumerate(zip(starts[:-1].tolist(), starts[1:].tolist(), strict=True)):
+        own = slice(first, end)
+        if first < end:
+            pair = reference.transposed_pair((left.values[own], left.scale[own]), right[own], right_scale[own])
+            (a[:, own], scale[expert]), (b[:, own], _) = pair
+    return Scaled(a, scale), Scaled(b, torch.ones_like(scale[0]))
+
+
+def scaled_weight_gradient(a: Scaled, b: Scaled, rows: Any, out: Tensor, **_: Any) -> None:
+    """As the launcher of that name."""
+    bounds = zip(rows.starts[:-1].tolist(), rows.starts[1:].tolist(), strict=True)
+    for each, scale, (first, end) in zip(out, a.scale, bounds, strict=True):
+        each.copy_(a.values[:, first:end].float() @ b.values[:, first:end].float().T * scale)

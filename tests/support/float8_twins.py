@@ -29,7 +29,7 @@ from tests.support import float8_experts_twins as twins
 LIMITS = planning.Limits(
     least_width=32, least_flops=2**15, least_launched_flops=2**17, least_reuse=0, least_bounded_reuse=0
 )
-EXPERTS_LIMITS = experts_planning.Limits(least_reuse=1)
+EXPERTS_LIMITS = experts_planning.Limits(least_reuse=1, least_reuse_beside_16_bits=1, least_gradient_reuse=0)
 HOPPER = {"kind": "cuda", "name": "H100", "architecture": "sm_90", "sms": 132, "triton": True, "backend": "sm90"}
 
 
@@ -72,10 +72,13 @@ def channel_numbers(w_up: Tensor, w_gate: Tensor, ready: Any = None) -> Tensor:
 
 
 def transposed_pair(
-    left: Scaled, right: Tensor, right_scale: Tensor, ready: Any = None, of_left: Tensor | None = None
-) -> tuple[Scaled, Scaled]:
+    left: Scaled, right: Tensor, right_scale: Tensor, ready: Any = None, of_left: Tensor | None = None,
+    starts: Tensor | None = None,
+) -> tuple[Scaled, Scaled]:  # fmt: skip
     """As the kernels of that name."""
     assert right.stride(1) == 1
+    if starts is not None:
+        return twins.transposed_pair(left, right, right_scale, starts)
     (values, scale), of_right = reference.transposed_pair(left, right, right_scale)
     return Scaled(values, scale if of_left is None else scale * of_left), Scaled(*of_right)
 
@@ -221,6 +224,7 @@ def in_8_bits() -> Iterator[Counter[str]]:
             (ffn, "gradient_rows", gradient_rows),
             (ffn, "quantise_rows", rows),
             (experts, "quantise_rows", rows),
+            (experts, "transposed_pair", counted("pairs", transposed_pair)),
             (expert_weights, "quantise_rows", rows),
             (expert_weights, "quantise_transposed", transposed),
             (experts_planning, "LIMITS", EXPERTS_LIMITS),
@@ -228,6 +232,7 @@ def in_8_bits() -> Iterator[Counter[str]]:
             (grouped_gemm, "product", counted("products", twins.product)),
             (grouped_gemm, "hidden_gradient", counted("gradients", twins.hidden_gradient)),
             (grouped_gemm, "weight_gradient", twins.weight_gradient),
+            (grouped_gemm, "scaled_weight_gradient", twins.scaled_weight_gradient),
             (ffn, "column_sums", column_sums),
             # The name in the package is that of the function.
             (import_module("fusedlayers.functional.linear"), "column_sums", column_sums),

@@ -172,6 +172,22 @@ FLOAT8: tuple[Fault, ...] = (
         "functional/test_float8_experts every_layout",
     ),
     _fault(
+        "the largest scale of another expert", _PAIRS,
+        "tl.store(scales_ptr + program, largest)", "tl.store(scales_ptr + (program ^ 1), largest)",
+        "kernels/test_float8_kernels gradients_of_experts",
+    ),
+    _fault(
+        "scales of an expert's first rows alone", _PAIRS,
+        "for first in tl.range(BLOCK, M - begin, BLOCK):", "for first in tl.range(M, M, BLOCK):",
+        "kernels/test_float8_kernels gradients_of_experts",
+    ),
+    _fault(
+        "gradients of up and gate exchanged", "fusedlayers/functional/moe_ffn/epilogue.py",
+        "parts = [weights.w_up] if dg is None else [weights.w_up, weights.w_gate]",
+        "parts = [weights.w_up] if dg is None else [weights.w_gate, weights.w_up]",
+        "functional/test_float8_experts every_layout",
+    ),
+    _fault(
         "quantised experts of another layout", _EXPERTS,
         "name = kind, positions, layout, transposed", "name = kind, positions",
         "functional/test_float8_experts layouts_are_told_apart",

@@ -68,8 +68,8 @@ def moe_ffn(
             the activation "quick_gelu" with a limit of 7 and an offset of 1.
         recompute: save only x and the routing for the backward pass, which recomputes the pre-activations. The default
             saves them.
-        precision: None, or "fp8" or a :class:`fusedlayers.Float8`: products, weight gradients excepted, run in 8 bits
-            where they can and where that is faster, else as with None; ``explain`` says which.
+        precision: None, or "fp8" or a :class:`fusedlayers.Float8`: products run in 8 bits where they can and where that
+            is faster, else as with None; ``explain`` says which.
 
     Returns:
         ``[*B, M, K]`` in the dtype of x (under autocast: in autocast's dtype). float16, bfloat16 and float32 can run in

@@ -2,7 +2,7 @@
 
 ``kernels.grouped_gemm`` has the equations; the names here are theirs. In 8 bits x and dy are quantised before their
 rows are copied to the experts of each token; another kernel quantises the hidden, and dZ and dG, which lie side by side
-in one product for dx. Weight gradients stay in 16 bits.
+in one product for dx. Where weight gradients are in 8 bits, too, their operands are transposed once more.
 """
 
 from collections.abc import Sequence
@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from ...kernels import grouped_gemm as kernels
-from ...kernels.float8 import quantise_rows
+from ...kernels.float8 import quantise_rows, transposed_pair
 from ...kernels.grouped_gemm import SortedRows
+from ...kernels.hopper import Scaled
 from ...planning.float8 import IN_8_BITS
 from ..float8 import quantised
 from ..operation import Tensors
@@ -100,8 +101,10 @@ def gradients(
     in_8_bits, named = _in_8_bits(call), ready.setdefault("dy", {})
     upstream, row_weights = kernels.spread(quantised(dy, ready) if in_8_bits else dy, scores, rows, ready=named)
     assert row_weights is not None
+    up_in_8_bits = in_8_bits and problem.up_gradient_in_8_bits
+    down_in_8_bits = in_8_bits and problem.down_gradient_in_8_bits
     dys = upstream
-    if in_8_bits and (wanted[W_DOWN] or wanted[B_DOWN]):
+    if in_8_bits and (wanted[B_DOWN] or (wanted[W_DOWN] and not down_in_8_bits)):
         dys, _ = kernels.spread(dy, None, rows, ready=named)
     if (db_down := allocate(B_DOWN).b_down) is not None:
         kernels.expert_sums(dys, row_weights, rows, db_down, ready=ready, name="down")
@@ -118,19 +121,25 @@ def gradients(
         upstream, w_down, z, g, row_weights, rows, wanted[W_DOWN], wanted[SCORES], call.details,
         in_place=in_place, tiles=plan.hidden_gradient_tiles, pipeline=plan.hidden_gradient_pipeline, ready=ready,
     )  # fmt: skip
-    del z, g, upstream, w_down
+    del z, g, w_down
     if partials is not None:
         found[SCORES] = kernels.score_gradient(partials, index, dy, experts.b_down, rows, scores.dtype, ready=ready)
 
     # dW_down = dysᵀ (w ⊙ H).
     order = None
-    if plan.weight_gradient_pipeline is not None and any(wanted[W_UP : W_GATE + 1]):
+    on_sm90 = plan.weight_gradient_pipeline is not None or up_in_8_bits or down_in_8_bits
+    if on_sm90 and any(wanted[W_UP : W_GATE + 1]):
         order = kernels.longest_first(rows.starts)
     if (dw_down := allocate(W_DOWN).w_down) is not None:
         assert weighted is not None
-        _weight_gradient(call, dys, weighted, rows, dw_down, order, "down")
+        if down_in_8_bits:
+            right = quantise_rows(weighted, None, ready)
+            _scaled_weight_gradients(call, upstream, right, rows, [dw_down], order, "down")
+            del right
+        else:
+            _weight_gradient(call, dys, weighted, rows, dw_down, order, "down")
     # Free them before the gradient of the rows of x and the rows themselves are allocated.
-    del dys, weighted
+    del dys, upstream, weighted
 
     # db_up = Σ dZ, db_gate = Σ dG.
     biases = allocate(B_UP, B_GATE)
@@ -140,19 +149,29 @@ def gradients(
         kernels.expert_sums(dg, None, rows, biases.b_gate, ready=ready, name="gate")
 
     # dxs = dZ W_up + dG W_gate, and dx sums each token's rows.
+    wants_up = wanted[W_UP] or wanted[W_GATE]
+    both = None
+    if in_8_bits and (wanted[X] or (wants_up and up_in_8_bits)):
+        both = quantise_rows(dz, dg, ready)
     if wanted[X]:
         pairs: list[tuple[Any, Any]] = [(dz, experts.w_up.mT)] + ([] if dg is None else [(dg, experts.w_gate.mT)])
-        if in_8_bits:
-            pairs = [(quantise_rows(dz, dg, ready), float8.up_and_gate_transposed(call, operands))]
+        if both is not None:
+            pairs = [(both, float8.up_and_gate_transposed(call, operands))]
         dxs = _product(call, pairs, None, rows, x.dtype, "data gradient")
         del pairs
         found[X] = kernels.combine(dxs, None, rows, ready=ready)
         del dxs
 
     # dW_up = dZᵀ xs, dW_gate = dGᵀ xs.
-    if wanted[W_UP] or wanted[W_GATE]:
+    if wants_up:
+        x = quantised(x, ready) if up_in_8_bits else x
         xs, _ = kernels.spread(x, None, rows, ready=ready.setdefault("x", {}))
         weights = allocate(W_UP, W_GATE)
+        if up_in_8_bits:
+            assert both is not None
+            parts = [weights.w_up] if dg is None else [weights.w_up, weights.w_gate]
+            _scaled_weight_gradients(call, both, xs, rows, parts, order, "up")
+            return found
         if weights.w_up is not None:
             _weight_gradient(call, dz, xs, rows, weights.w_up, order, "up")
         if weights.w_gate is not None and dg is not None:
@@ -168,3 +187,18 @@ def _weight_gradient(
         left, right, rows, out, call.problem.input_precision, tiles=call.plan.weight_gradient_tiles,
         pipeline=call.plan.weight_gradient_pipeline, order=order, ready=call.ready, name=name,
     )  # fmt: skip
+
+
+def _scaled_weight_gradients(
+    call: Prepared, left: Scaled, right: Scaled, rows: SortedRows, outs: Sequence[Tensor | None], order: Tensor | None,
+    name: str,
+) -> None:  # fmt: skip
+    """The same in 8 bits: the columns of left belong to one or several gradients, of which some are wanted."""
+    ready = call.ready.setdefault(name, {})
+    (values, scale), right = transposed_pair(left, right.values, right.scale, ready, starts=rows.starts)
+    for place, (part, out) in enumerate(zip(values.chunk(len(outs)), outs, strict=True)):
+        if out is not None:
+            kernels.scaled_weight_gradient(
+                Scaled(part, scale), right, rows, out, pipeline=call.plan.scaled_gradient_pipeline, order=order,
+                ready=ready, name=f"part {place}",
+            )  # fmt: skip

@@ -3,7 +3,7 @@
 from ...dropout import LANES as DRAWN_LANES
 from ...dropout import above, swapped, words
 from ...hopper import Resource, gl, gluon, resources
-from .ring import HALF, TILE
+from .ring import HALF, TILE, column_halves
 
 LANES = gl.constexpr(DRAWN_LANES)
 
@@ -72,6 +72,23 @@ def zeros(ROWS: gl.constexpr, COLUMNS: gl.constexpr, BITS: gl.constexpr = 16):
     """A zero accumulator in the wgmma layout for operands of ``BITS`` bits."""
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 256 // BITS])
     return gl.zeros([ROWS, COLUMNS], gl.float32, layout)
+
+
+@gluon.jit
+def packed(left, right):
+    """Two sums that wait, rounded to bfloat16, side by side in 32 bits: there are no registers for more."""
+    return gl.inline_asm_elementwise(
+        "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [left, right], dtype=gl.int32, is_pure=True, pack=1
+    )
+
+
+@gluon.jit
+def plus_packed(acc, packed):
+    """The left and the right half of the accumulators, plus two packed halves."""
+    left, right = column_halves(acc)
+    left += (packed << 16).to(gl.float32, bitcast=True)
+    right += (packed & -65536).to(gl.float32, bitcast=True)
+    return left, right
 
 
 @gluon.jit

@@ -99,15 +99,22 @@ def load_inner(ring, term, row, column, first, begin, end, position):
 
 @gluon.jit
 def load_rows(ring, left_desc, right_desc, unit, column, row, steps, position):
-    """The same for weight gradients: the inner axis is the rows of both operands, from ``row`` on."""
-    UNITS: gl.constexpr = left_desc.block_type.shape[1]
+    """The same for weight gradients: the inner axis is the rows of both operands, from ``row`` on.
+
+    In 8 bits both operands are transposed in memory, and their rows lie side by side.
+    """
     BYTES: gl.constexpr = 2 * left_desc.block_type.nbytes + right_desc.block_type.nbytes
     for step in range(steps):
         stage, full = acquire(ring, position, BYTES)
         first = row + step * ring.STEP
-        copy_in(left_desc, [first, unit], full, ring.left.index(stage * 2))
-        copy_in(left_desc, [first, unit + UNITS], full, ring.left.index(stage * 2 + 1))
-        copy_in(right_desc, [first, column], full, ring.right.index(stage))
+        if ring.LEFT_TRANSPOSED:
+            copy_in(left_desc, [first, unit], full, ring.left.index(stage * 2))
+            copy_in(left_desc, [first, unit + left_desc.block_type.shape[1]], full, ring.left.index(stage * 2 + 1))
+            copy_in(right_desc, [first, column], full, ring.right.index(stage))
+        else:
+            copy_in(left_desc, [unit, first], full, ring.left.index(stage * 2))
+            copy_in(left_desc, [unit + left_desc.block_type.shape[0], first], full, ring.left.index(stage * 2 + 1))
+            copy_in(right_desc, [column, first], full, ring.right.index(stage))
         position += 1
     return position
 

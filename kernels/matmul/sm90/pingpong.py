@@ -12,7 +12,7 @@ from typing import Any
 from ...hopper import Matrix, gl, gluon, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 from ...launching import Launch, ceil_div
 from ...tuning import EpiloguePipeline
-from .elements import zeros
+from .elements import packed, plus_packed, zeros
 from .ring import HALF, TILE, column_halves, make_ring, wait_full
 from .schedules import tile_at, tile_count
 
@@ -109,7 +109,7 @@ def mma_parts(
                 if part * (2 - partners) == 0:
                     mbarrier.wait(ring.order.index(consumer), (turn & 1) ^ (1 - consumer))
                     turn += 1
-                upper, lower = _packed(upper_left, upper_right), _packed(lower_left, lower_right)
+                upper, lower = packed(upper_left, upper_right), packed(lower_left, lower_right)
                 acc = zeros(HALF, TILE, 8)
                 own = position + (part * partners + consumer) * steps
                 top, bottom = acc, acc
@@ -120,28 +120,11 @@ def mma_parts(
                     top, bottom = _add_low_rank(top, bottom, ring.low_rank, own, more)
                     own += more
                 top, bottom = _multiply_from(consumer, top, bottom, ring, own, steps)
-                upper_left, upper_right = _plus_packed(top, upper)
-                lower_left, lower_right = _plus_packed(bottom, lower)
+                upper_left, upper_right = plus_packed(top, upper)
+                lower_left, lower_right = plus_packed(bottom, lower)
             state = epilogue(consumer, tile, (upper_left, upper_right, lower_left, lower_right), resources, state)
         position += 2 * (parts * steps + ring.low_rank_steps)
     return state
-
-
-@gluon.jit
-def _packed(left, right):
-    """Both rounded to bfloat16, side by side in 32 bits."""
-    return gl.inline_asm_elementwise(
-        "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [left, right], dtype=gl.int32, is_pure=True, pack=1
-    )
-
-
-@gluon.jit
-def _plus_packed(acc, packed):
-    """The left and the right half of the accumulators, plus two packed halves."""
-    left, right = column_halves(acc)
-    left += (packed << 16).to(gl.float32, bitcast=True)
-    right += (packed & -65536).to(gl.float32, bitcast=True)
-    return left, right
 
 
 @gluon.jit
