@@ -1,7 +1,7 @@
 """The models whose whole training steps are timed, with random weights: nothing is downloaded.
 
-They are Hugging Face's, with six layers each, without dropout, so that all contenders compute the same, and with one
-attention for all (:mod:`.attention`). Texts are random; their labels are the texts themselves.
+They are Hugging Face's, with six layers each if nothing else is said, without dropout, so that all contenders compute
+the same, and with one attention for all (:mod:`.attention`). Texts are random; their labels are the texts themselves.
 """
 
 from __future__ import annotations
@@ -188,6 +188,11 @@ STEP_MODELS: dict[str, StepModel] = {
         StepModel(
             "mixtral-1024", "Mixtral, 8 experts of 1024 × 2048", "Mixtral", _LM, Sizes(1024, 2048, 16, 32_000, 8, 2048),
             _mixtral,
+        ),
+        # The widths of Mixtral 8x7B.
+        StepModel(
+            "mixtral-4096", "Mixtral, 8 experts of 4096 × 14,336, two layers", "Mixtral", _LM,
+            Sizes(4096, 14_336, 32, 32_000, 8, 2048, layers=2), _mixtral,
         ),
         StepModel("bert-128", "BERT, 128 × 512", "Bert", _MASKED, Sizes(128, 512, 2, 4096, 128, 512), _bert),
         StepModel("llama-256", "Llama, 256 × 768", "Llama", _LM, Sizes(256, 768, 4, 4096, 32, 2048), _llama),

@@ -7,15 +7,16 @@ import math
 import statistics
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from fusedlayers.planning.float8 import why_narrow, why_uneven
 from fusedlayers.reference.float8 import dequantised, quantised_rows
-from fusedlayers.replacing.experts.formula import run_eagerly
+from fusedlayers.replacing.experts.formula import implementation, run_eagerly
 
 
 class Truth:
@@ -47,7 +48,8 @@ class Truth:
     def float8_error(self) -> float:
         """The median of these errors if torch computes the model with the operands of wide products in 8 bits."""
         if self._float8_error is None:
-            with _linear_layers_in_8_bits(self.plain):
+            head = self.plain.get_output_embeddings()  # type: ignore[operator]
+            with _running_eagerly(self.plain), _Rounding(None if head is None else head.weight):
                 self.plain(**self.inputs).loss.backward()
             self._float8_error = statistics.median(self.errors())
             self.plain.zero_grad(set_to_none=True)
@@ -62,31 +64,32 @@ def _relative_error(gradient: Tensor | None, truth: Tensor | None) -> float:
 
 
 @contextmanager
-def _linear_layers_in_8_bits(model: nn.Module) -> Iterator[None]:
-    """Inside, all linear layers but the head and narrow ones multiply what the recipe makes of their operands."""
-    head = model.get_output_embeddings()  # type: ignore[operator]
-    chosen = [
-        module
-        for module in model.modules()
-        if isinstance(module, nn.Linear)
-        and module is not head
-        and (why_uneven(module.weight.shape) or why_narrow(module.weight.shape)) is None
-    ]
-    for module in chosen:
-        module.forward = _in_8_bits(module)  # type: ignore[method-assign]
+def _running_eagerly(model: nn.Module) -> Iterator[None]:
+    """Inside, experts run their eager forward, which is made of linear layers."""
+    before = [(cast(Any, module).config, name) for module in model.modules() if (name := implementation(module))]
+    run_eagerly(model)
     try:
         yield
     finally:
-        for module in chosen:
-            del module.forward
+        for config, name in before:
+            config._experts_implementation = name
 
 
-def _in_8_bits(module: nn.Linear) -> Any:
-    def forward(x: Tensor) -> Tensor:
-        y: Tensor = _Linear8.apply(x, module.weight)
-        return y if module.bias is None else y + module.bias
+class _Rounding(TorchFunctionMode):
+    """Inside, all linear layers but the head and narrow ones multiply what the recipe makes of their operands."""
 
-    return forward
+    def __init__(self, head: Tensor | None) -> None:
+        super().__init__()
+        self.head = head
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is not F.linear or args[1] is self.head or (why_uneven(args[1].shape) or why_narrow(args[1].shape)):
+            return func(*args, **(kwargs or {}))
+        x, weight, *bias = args
+        y = _Linear8.apply(x, weight)
+        return y if not bias or bias[0] is None else y + bias[0]
 
 
 class _Linear8(torch.autograd.Function):

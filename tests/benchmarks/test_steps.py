@@ -71,7 +71,7 @@ def test_every_model_is_built_and_trains(name: str, monkeypatch: pytest.MonkeyPa
     widths = {(module.weight.shape) for module in published.modules() if isinstance(module, nn.Linear)}
     sizes = STEP_MODELS[name].sizes
     up = torch.Size((sizes.hidden * (2 if name == "phi3-3072" else 1), sizes.width))  # with the gate in one matrix
-    assert up in widths or name in ("gpt2-768", "mixtral-1024"), "other layers"
+    assert up in widths or name.startswith(("gpt2", "mixtral")), "other layers"
     assert sizes.tokens in (128 * 197, 16_384, 32_768, 65_536)
 
 
