@@ -98,8 +98,9 @@ def updated(record: Record, newer: Record) -> Record:
     longer = {"seconds_per_row": seconds} if method.get("seconds_per_row", 0) > seconds else {}
     # Peak rates are what the library knew of the device then, not what it is.
     device = newer["device"] | {"ceilings": record["device"]["ceilings"]}
-    # Of this library a row names the commit, which says more than the version.
-    versions = newer["versions"] | {"fusedlayers": record["versions"]["fusedlayers"]}
+    # Of this library a row names the commit, which says more than the version. A library that was not there then timed
+    # nothing: rows that it has times in stay, as all contenders must be there.
+    versions = record["versions"] | newer["versions"] | {"fusedlayers": record["versions"]["fusedlayers"]}
     alike = newer | {"method": method | longer, "device": device, "versions": versions}
     check_alike(record, alike, "versions", "device", "method")
     if newer["finished"] is None:

@@ -39,6 +39,7 @@ class Limits:
     least_width: int  # of a layer
     least_flops: int  # of one of its products, compiled or in a CUDA graph
     least_launched_flops: int  # of a kernel's products in a forward pass, launched one by one
+    least_launched_linear_flops: int  # the same of a linear layer, whose launches do less each
     least_reuse: int  # FLOPs of a weight gradient for each byte that transposing its operands moves
     least_bounded_reuse: int  # the same of both weight gradients of an FFN whose hidden is bounded
 
@@ -359,7 +360,8 @@ def why_small(problem: Any, rows: int) -> str | None:
         flops, least, what = 2 * rows * p.K * p.N, LIMITS.least_flops, "in a product, compiled or inside a CUDA graph"
     else:
         flops = p.model_flops[0] // p.kernels
-        least, what = LIMITS.least_launched_flops, "in a kernel of the forward pass, launched one by one"
+        least = LIMITS.least_launched_linear_flops if p.kernels == 1 else LIMITS.least_launched_flops
+        what = "in a kernel of the forward pass, launched one by one"
     if flops >= least:
         return None
     return f"the call is too small: {flops:,} FLOPs {what}, worth quantising from {least:,} on"

@@ -174,6 +174,13 @@ def test_a_later_version_of_the_library_may_have_measured(gpu_record: Record, ne
     assert (found["versions"], found["rows"][0]["commit"]) == (gpu_record["versions"], "d" * 40)
 
 
+def test_a_library_that_no_row_needs_may_be_missing(gpu_record: Record, newer_record: Record) -> None:
+    older = gpu_record | {"versions": gpu_record["versions"] | {"torchao": "0.18.0"}}
+    assert records.updated(older, newer_record)["versions"] == older["versions"]
+    with pytest.raises(ValueError, match="versions"):
+        records.updated(gpu_record, newer_record | {"versions": older["versions"]})
+
+
 def test_a_contender_that_has_no_times_may_go(gpu_record: Record, newer_record: Record, tmp_path: Path) -> None:
     """That one is not asked for anew, as it cannot run there."""
     older, newer = tmp_path / "older.json", tmp_path / "newer.json"

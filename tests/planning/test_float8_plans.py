@@ -126,8 +126,8 @@ def test_fewer_flops_inside_of_a_graph() -> None:
 
 def test_products_of_a_kernel_count_if_they_are_launched() -> None:
     """Up and gate share a kernel and its launches, so each may be smaller than the product of a linear layer."""
-    flops = LIMITS.least_launched_flops
-    for problem, products in ((linear(), 1), (ffn(), 1), (ffn(gated=True), 1.5)):
+    least, least_linear = LIMITS.least_launched_flops, LIMITS.least_launched_linear_flops
+    for problem, flops, products in ((linear(), least_linear, 1), (ffn(), least, 1), (ffn(gated=True), least, 1.5)):
         rows = math.ceil(flops / (2 * SIZES["K"] * SIZES["N"] * products))
         assert planning.plan(replace(problem, M=rows), H100).path == "float8"
         assert planning.plan(replace(problem, M=rows - 1), H100).path == "bf16"

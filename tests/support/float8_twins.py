@@ -27,7 +27,12 @@ from tests.support import float8_experts_twins as twins
 
 # Of auto mode here: tests are too small for its own.
 LIMITS = planning.Limits(
-    least_width=32, least_flops=2**15, least_launched_flops=2**17, least_reuse=0, least_bounded_reuse=0
+    least_width=32,
+    least_flops=2**15,
+    least_launched_flops=2**17,
+    least_launched_linear_flops=2**17,
+    least_reuse=0,
+    least_bounded_reuse=0,
 )
 EXPERTS_LIMITS = experts_planning.Limits(least_reuse=1, least_reuse_beside_16_bits=1, least_gradient_reuse=0)
 HOPPER = {"kind": "cuda", "name": "H100", "architecture": "sm_90", "sms": 132, "triton": True, "backend": "sm90"}
