@@ -91,7 +91,7 @@ class TensorParallelFFN(FusedFFN):
 
     def call_arguments(self, x: Tensor, residual: Tensor | None = None) -> dict[str, Any]:
         """The arguments that ``forward`` gives to ``functional.ffn``, without the residual, which it adds later."""
-        arguments = self.ffn_pieces().arguments(x, None, self.recompute)
+        arguments = self.ffn_pieces().arguments(x, None, self.recompute, self.precision)
         # From the whole gradient of y every process computes its own share of the gradient of x.
         arguments["x"] = self._replicated(x).to_local(grad_placements=[Partial()])
         for name, value in arguments.items():

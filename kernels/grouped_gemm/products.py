@@ -277,9 +277,11 @@ def scaled_weight_gradient(
     stored = out if stacked(out) is not None else torch.empty_like(out, memory_format=torch.contiguous_format)
 
     def prepare() -> Launch:
-        found = [each for each in (stacked(left.T), stacked(right.T), stacked(stored)) if each is not None]
-        assert len(found) == 3, _ALIGNED
-        return sm90.prepare_grouped_weight_gradient(*found, experts, units, pipeline)
+        first, second, gradient = stacked(left.T), stacked(right.T), stacked(stored)
+        assert first is not None, _ALIGNED
+        assert second is not None, _ALIGNED
+        assert gradient is not None, _ALIGNED
+        return sm90.prepare_grouped_weight_gradient(first, second, gradient, experts, units, pipeline)
 
     launch = prepared(ready, ("weight gradient", name), prepare)
     launch((left, right, stored, rows.starts, order, a.scale))

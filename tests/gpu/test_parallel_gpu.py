@@ -38,6 +38,11 @@ from tests.parallel.test_parallel_experts import (  # noqa: F401
     test_shards_of_experts,
 )
 from tests.parallel.test_parallel_experts import test_autocast as test_experts_under_autocast  # noqa: F401
+from tests.parallel.test_parallel_float8 import (  # noqa: F401
+    test_data_parallel_in_8_bits,
+    test_expert_parallel_in_8_bits,
+    test_tensor_parallel_in_8_bits,
+)
 from tests.parallel.test_parallel_loss import (  # noqa: F401
     test_autocast,
     test_classes_in_parts,

@@ -1,0 +1,32 @@
+"""Layers in 8 bits in two processes over gloo. ``tests/gpu`` runs the same over NCCL."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.support import float8_parallel_checks as checks
+from tests.support.operands import ON_GPU, needs_kernels
+from tests.support.processes import Processes
+
+# They share the processes of tests/parallel/test_parallel.py.
+pytestmark = [
+    pytest.mark.xdist_group("two processes"),
+    pytest.mark.skipif(ON_GPU, reason="tests/gpu/test_parallel_gpu.py runs the same checks on two GPUs"),
+]
+
+
+@needs_kernels
+@pytest.mark.parametrize(("engine", "mixed"), [("ddp", False), ("fsdp", False), ("fsdp", True)])
+def test_data_parallel_in_8_bits(processes: Processes, engine: str, mixed: bool) -> None:
+    processes.run(checks.check_data_parallel, engine, mixed)
+
+
+@needs_kernels
+@pytest.mark.parametrize("tokens_split", [False, True], ids=["replicated", "sequence parallel"])
+def test_tensor_parallel_in_8_bits(processes: Processes, tokens_split: bool) -> None:
+    processes.run(checks.check_tensor_parallel, tokens_split)
+
+
+@needs_kernels
+def test_expert_parallel_in_8_bits(processes: Processes) -> None:
+    processes.run(checks.check_expert_parallel)

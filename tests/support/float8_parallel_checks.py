@@ -1,0 +1,144 @@
+"""What both processes of a distributed test do in 8 bits: layers under DDP, FSDP2, tensor and expert parallelism."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from copy import deepcopy
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import parallelize_module
+from torch.nn.parallel import DistributedDataParallel
+
+import fusedlayers
+from fusedlayers import FusedFFN, FusedMoE
+from fusedlayers.closeness.noise import sqnr
+from fusedlayers.functional.dispatch import decisions
+from fusedlayers.functional.switches import switched
+from fusedlayers.parallel import ExpertParallel, FusedFFNParallel
+from tests.support.float8_twins import in_8_bits
+from tests.support.operands import ON_GPU
+from tests.support.parallel_checks import device, full, gathered, mesh, mine
+
+TOKENS, WIDTH, HIDDEN = (2048, 512, 1024) if ON_GPU else (64, 64, 256)
+BFLOAT16 = torch.bfloat16
+# In dB: of results and gradients of x, and of parameters.
+LEAST, OF_PARAMETER = 18.0, 17.0
+Found = dict[str, Tensor]
+
+
+@contextmanager
+def running() -> Iterator[None]:
+    """Inside, products run in 8 bits: in kernels on a GPU, and else by the model of the recipe."""
+    with switched({"FUSEDLAYERS_BACKEND": "triton"}) if ON_GPU else in_8_bits():
+        yield
+
+
+class Block(nn.Module):
+    """A projection and an FFN, as they lie in a Transformer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.projection = nn.Linear(WIDTH, WIDTH)
+        self.ffn = nn.Sequential(nn.Linear(WIDTH, HIDDEN), nn.GELU(), nn.Linear(HIDDEN, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.ffn(self.projection(x))
+        return y
+
+
+def batch() -> tuple[Tensor, Tensor]:
+    """The input and the gradient of the result, equal in all processes."""
+    torch.manual_seed(4)
+    x, dy = torch.randn(2, TOKENS, WIDTH, dtype=torch.float64)
+    return x.to(device(), BFLOAT16), dy.to(device(), BFLOAT16)
+
+
+def found(model: nn.Module, x: Tensor, dy: Tensor) -> Found:
+    """The result, and the gradients of the input and of all parameters."""
+    x = x.detach().requires_grad_()
+    y = model(x)
+    y.backward(dy.to(y.dtype))
+    assert x.grad is not None
+    of_parameters = {name.removeprefix("module."): each for name, each in model.named_parameters()}
+    return {"y": y.detach(), "dx": x.grad} | {name: full(each.grad) for name, each in of_parameters.items()}  # type: ignore[dict-item]
+
+
+def exact(model: nn.Module, x: Tensor, dy: Tensor) -> Found:
+    """The same in float64, by torch."""
+    with switched({"FUSEDLAYERS_BACKEND": "torch"}):
+        return found(deepcopy(model).double(), x.double(), dy.double())
+
+
+def check_close(ours: Found, truth: Found) -> None:
+    for name, value in ours.items():
+        least = LEAST if name in ("y", "dx") else OF_PARAMETER
+        assert sqnr(value, truth[name].double()) >= least, name
+
+
+def check_data_parallel(engine: str, mixed: bool) -> None:
+    """Rows have the bits of one process, as each has its own scale; gradients of parameters are the mean."""
+    torch.manual_seed(3)
+    with running():
+        plain = Block().to(device(), torch.float32 if mixed else BFLOAT16)
+        x, dy = batch()
+        truth = exact(plain, x, dy)
+        model: nn.Module = deepcopy(plain)
+        report = fusedlayers.replace(model, precision="fp8", norm=False, loss=False)
+        assert {entry.path for entry in report.replaced} == {"projection", "ffn"}, str(report)
+        alone = found(deepcopy(model).to(BFLOAT16), x, dy)
+        if engine == "ddp":
+            model = DistributedDataParallel(model)
+        else:
+            policy = MixedPrecisionPolicy(BFLOAT16, torch.float32, BFLOAT16) if mixed else MixedPrecisionPolicy()
+            fully_shard(model, mesh=mesh(), mp_policy=policy)
+        for _ in range(2):
+            model.zero_grad()
+            with decisions() as taken:
+                ours = found(model, mine(x), mine(dy))
+            assert taken == {"linear float8": 1, "ffn float8": 1}
+    for name in ("y", "dx"):
+        ours[name] = gathered(ours[name])
+        assert torch.equal(ours[name].to(BFLOAT16), alone[name]), name
+    # The engines divide the sum by the number of processes.
+    check_close({n: v if n in ("y", "dx") else v * dist.get_world_size() for n, v in ours.items()}, truth)
+
+
+def check_tensor_parallel(tokens_split: bool) -> None:
+    """Each process has half of the hidden, in 8 bits."""
+    torch.manual_seed(3)
+    ffn = FusedFFN(WIDTH, HIDDEN, "silu", True, False, device=device(), dtype=BFLOAT16, precision="fp8")
+    x, dy = batch()
+    with running():
+        truth = exact(ffn, x, dy)
+        layout = Shard(0) if tokens_split else Replicate()
+        model = parallelize_module(ffn, mesh(), FusedFFNParallel(input_layouts=layout, output_layouts=layout))
+        with decisions() as taken:
+            ours = found(model, *((mine(x), mine(dy)) if tokens_split else (x, dy)))
+    assert taken == {"ffn float8": 1}
+    if tokens_split:
+        ours |= {name: gathered(ours[name]) for name in ("y", "dx")}
+    check_close(ours, truth)
+
+
+def check_expert_parallel() -> None:
+    """Each process has half of the experts, in 8 bits, and sends tokens in 16."""
+    torch.manual_seed(3)
+    mixture = FusedMoE(WIDTH, HIDDEN, 4, 2, device=device(), dtype=BFLOAT16, precision="fp8")
+    x, dy = batch()
+    with running():
+        truth = exact(mixture, x, dy)
+        model = parallelize_module(mixture, mesh(), ExpertParallel())
+        with decisions() as taken:
+            ours = found(model, mine(x), mine(dy))
+    assert taken == {"moe_ffn float8": 1}
+    ours |= {name: gathered(ours[name]) for name in ("y", "dx")}
+    for name in ours.keys() - {"y", "dx"}:
+        # The router is whole in every process, for its own tokens.
+        if not name.startswith("experts."):
+            dist.all_reduce(ours[name])
+    check_close(ours, truth)
