@@ -63,7 +63,7 @@ class Float8MoeProblem(MoeProblem):
         return self._transposes(self.K, self.N)
 
     def _transposes(self, left: int, right: int) -> bool:
-        # Behind the last row of an expert's gradient lies the next expert's, so the rows are whole tiles.
+        # A consumer stores 64 rows, which must not reach into the next expert's gradient.
         if self.K % CONSUMER_ROWS or self.N % CONSUMER_ROWS:
             return False
         return float8.transposes(self.recipe, float8.reuse(left, right), LIMITS.least_gradient_reuse)

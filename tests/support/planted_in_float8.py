@@ -183,8 +183,7 @@ FLOAT8: tuple[Fault, ...] = (
     ),
     _fault(
         "gradients of up and gate exchanged", "fusedlayers/functional/moe_ffn/epilogue.py",
-        "parts = [weights.w_up] if dg is None else [weights.w_up, weights.w_gate]",
-        "parts = [weights.w_up] if dg is None else [weights.w_gate, weights.w_up]",
+        "parts = [weights.w_up, weights.w_gate][", "parts = [weights.w_gate, weights.w_up][",
         "functional/test_float8_experts every_layout",
     ),
     _fault(

@@ -148,15 +148,20 @@ def gradients(
     if biases.b_gate is not None and dg is not None:
         kernels.expert_sums(dg, None, rows, biases.b_gate, ready=ready, name="gate")
 
-    # dxs = dZ W_up + dG W_gate, and dx sums each token's rows.
     wants_up = wanted[W_UP] or wanted[W_GATE]
     both = None
     if in_8_bits and (wanted[X] or (wants_up and up_in_8_bits)):
         both = quantise_rows(dz, dg, ready)
+        if up_in_8_bits:
+            # Nobody reads them again.
+            del dz, dg
+
+    # dxs = dZ W_up + dG W_gate, and dx sums each token's rows.
     if wanted[X]:
-        pairs: list[tuple[Any, Any]] = [(dz, experts.w_up.mT)] + ([] if dg is None else [(dg, experts.w_gate.mT)])
         if both is not None:
-            pairs = [(both, float8.up_and_gate_transposed(call, operands))]
+            pairs: list[tuple[Any, Any]] = [(both, float8.up_and_gate_transposed(call, operands))]
+        else:
+            pairs = [(dz, experts.w_up.mT)] + ([] if dg is None else [(dg, experts.w_gate.mT)])
         dxs = _product(call, pairs, None, rows, x.dtype, "data gradient")
         del pairs
         found[X] = kernels.combine(dxs, None, rows, ready=ready)
@@ -169,7 +174,7 @@ def gradients(
         weights = allocate(W_UP, W_GATE)
         if up_in_8_bits:
             assert both is not None
-            parts = [weights.w_up] if dg is None else [weights.w_up, weights.w_gate]
+            parts = [weights.w_up, weights.w_gate][: problem.products - 1]
             _scaled_weight_gradients(call, both, xs, rows, parts, order, "up")
             return found
         if weights.w_up is not None:
