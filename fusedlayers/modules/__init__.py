@@ -27,6 +27,7 @@ from .linear import SplitKLinear
 from .linear_cross_entropy import LinearCrossEntropyLoss
 from .maxsim import MaxSim
 from .moe import FusedMoE
+from .parts import OnOneProcess
 from .pieces import FFNPieces
 from .traced import outside_of_traces, part_of, traceable, traced_dropout_p, traced_ffn
 
@@ -38,6 +39,7 @@ __all__ = [
     "FusedMoE",
     "LinearCrossEntropyLoss",
     "MaxSim",
+    "OnOneProcess",
     "SplitKLinear",
     "attributes_of",
     "base_linear",

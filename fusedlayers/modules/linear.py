@@ -15,6 +15,7 @@ from ..functional.linear import LINEAR, check_reduction, check_split_k
 from ..functional.precision import Float8, precision_word
 from ..functional.recalling import ModuleCalls
 from .guarding import KEPT
+from .parts import Parts, parts_of
 from .traced import outside_of_traces
 
 _operation = LINEAR.composite.operation
@@ -68,8 +69,10 @@ class SplitKLinear(nn.Linear):
 
     def call_arguments(self, x: Tensor) -> dict[str, Any]:
         """The arguments that ``forward(x)`` gives to ``functional.linear``, by name."""
+        parts = self._parts(x, self.weight, self.bias)
+        x, weight, bias = (x, self.weight, self.bias) if parts is None else parts.operands
         options = {"split_k": self.split_k, "reduction": self.reduction, "precision": self.precision}
-        return {"x": x, "weight": self.weight, "bias": self.bias, **options}
+        return {"x": x, "weight": weight, "bias": bias, **options}
 
     def forward(self, x: Tensor) -> Tensor:
         """``x Wᵀ + b`` of x ``[*B, M, K]``: ``[*B, M, N]``.
@@ -87,6 +90,8 @@ class SplitKLinear(nn.Linear):
         except KeyError:
             weight, bias = self.weight, self.bias
         tensors, options = (x, weight, bias), (None, self.split_k, self.reduction, self.precision)
+        if self.precision is not None and (parts := self._parts(x, weight, bias)) is not None:
+            return parts.joined(LINEAR.call(parts.operands, options))
         calls: ModuleCalls | None = own.get(KEPT)
         if calls is None:
             calls = own[KEPT] = ModuleCalls(inputs=(0,))
@@ -106,10 +111,18 @@ class SplitKLinear(nn.Linear):
             return F.linear(x, self.weight, self.bias)
         # A Float8 that was assigned: the graph takes its word.
         precision = getattr(self.precision, "word", self.precision)
+        parts = self._parts(x, self.weight, self.bias)
+        operands = (x, self.weight, self.bias) if parts is None else parts.operands
         found: list[Tensor] = _operation(
-            x, self.weight, self.bias, None, f"{self.split_k}", self.reduction, precision, self.traced_switches()
+            *operands, None, f"{self.split_k}", self.reduction, precision, self.traced_switches()
         )
-        return found[0]
+        return found[0] if parts is None else parts.joined(found[0])
+
+    def _parts(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Parts | None:
+        """The parts that products in 8 bits run on where the layer was split; in 16 bits torch runs all of it."""
+        if self.precision is None or type(weight) is nn.Parameter:
+            return None
+        return parts_of(x, weight, bias)
 
     @outside_of_traces
     def traced_switches(self) -> str:

@@ -13,7 +13,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from .. import functional
 from ..functional.shapes import Shapes
-from ..modules import FusedFFN, class_name, say_once, why_not_now
+from ..modules import FusedFFN, OnOneProcess, class_name, say_once, why_not_now
 from .shards import check_mesh, checked_placement, distribute, local_part, mesh_of, replicated, why_not_local
 
 _SHAPES = Shapes("x: *B M? K, residual?: *R")
@@ -98,7 +98,7 @@ class TensorParallelFFN(FusedFFN):
             if isinstance(value, DTensor):
                 arguments[name] = local_part(value)
         if arguments["b_down"] is not None:
-            arguments["b_down"] = _OnOneProcess.apply(arguments["b_down"], self._mesh().get_local_rank() == 0)
+            arguments["b_down"] = OnOneProcess.apply(arguments["b_down"], self._mesh().get_local_rank() == 0)
         return arguments
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
@@ -141,18 +141,6 @@ class TensorParallelFFN(FusedFFN):
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, style={self.style}"
-
-
-class _OnOneProcess(torch.autograd.Function):
-    """A bias that only one process adds to their sum; each of them has its whole gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, bias: Tensor, here: bool) -> Tensor:
-        return bias.view_as(bias) if here else torch.zeros_like(bias)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient, None
 
 
 def _layouts(ffn: FusedFFN) -> list[tuple[nn.Module, dict[str, Placement]]]:

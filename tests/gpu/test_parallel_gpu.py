@@ -41,6 +41,8 @@ from tests.parallel.test_parallel_experts import test_autocast as test_experts_u
 from tests.parallel.test_parallel_float8 import (  # noqa: F401
     test_data_parallel_in_8_bits,
     test_expert_parallel_in_8_bits,
+    test_linears_in_parts_in_8_bits,
+    test_linears_in_uneven_parts,
     test_tensor_parallel_in_8_bits,
 )
 from tests.parallel.test_parallel_loss import (  # noqa: F401

@@ -28,5 +28,17 @@ def test_tensor_parallel_in_8_bits(processes: Processes, tokens_split: bool) -> 
 
 
 @needs_kernels
+@pytest.mark.parametrize("compiled", [False, True], ids=["", "compiled"])
+@pytest.mark.parametrize("tokens_split", [False, True], ids=["replicated", "sequence parallel"])
+def test_linears_in_parts_in_8_bits(processes: Processes, tokens_split: bool, compiled: bool) -> None:
+    processes.run(checks.check_linears_in_parts, tokens_split, compiled)
+
+
+@needs_kernels
+def test_linears_in_uneven_parts(processes: Processes) -> None:
+    processes.run(checks.check_uneven_parts)
+
+
+@needs_kernels
 def test_expert_parallel_in_8_bits(processes: Processes) -> None:
     processes.run(checks.check_expert_parallel)

@@ -10,12 +10,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import Replicate, Shard
-from torch.distributed.tensor.parallel import parallelize_module
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 import fusedlayers
-from fusedlayers import FusedFFN, FusedMoE
+from fusedlayers import FusedFFN, FusedMoE, SplitKLinear
 from fusedlayers.closeness.noise import sqnr
 from fusedlayers.functional.dispatch import decisions
 from fusedlayers.functional.switches import switched
@@ -122,6 +122,64 @@ def check_tensor_parallel(tokens_split: bool) -> None:
     assert taken == {"ffn float8": 1}
     if tokens_split:
         ours |= {name: gathered(ours[name]) for name in ("y", "dx")}
+    check_close(ours, truth)
+
+
+class Projections(nn.Module):
+    """Two linear layers as attention has them, the first one split by rows and the second one by columns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.into, self.out = nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.out(torch.sin(self.into(x)))
+        return y
+
+
+def check_linears_in_parts(tokens_split: bool, compiled: bool) -> None:
+    """Layers that torch's styles have split run in 8 bits on the parts of each process."""
+    torch.manual_seed(3)
+    plain = Projections().to(device(), BFLOAT16)
+    x, dy = batch()
+    with running():
+        truth = exact(plain, x, dy)
+        model = deepcopy(plain)
+        report = fusedlayers.replace(model, precision="fp8")
+        assert {entry.path for entry in report.replaced} == {"into", "out"}, str(report)
+        layout = Shard(0) if tokens_split else Replicate()
+        styles = {"into": ColwiseParallel(input_layouts=layout), "out": RowwiseParallel(output_layouts=layout)}
+        parallelize_module(model, mesh(), styles)
+        if compiled:
+            torch._dynamo.reset()
+            model.compile(fullgraph=True, backend="aot_eager")
+        with decisions() as taken:
+            ours = found(model, *((mine(x), mine(dy)) if tokens_split else (x, dy)))
+    assert set(taken) == {"linear float8"}, taken
+    assert compiled or taken["linear float8"] == 2
+    assert all(isinstance(each, DTensor) for each in model.parameters())
+    if tokens_split:
+        ours |= {name: gathered(ours[name]) for name in ("y", "dx")}
+    check_close(ours, truth)
+
+
+def check_uneven_parts() -> None:
+    """Parts of different sizes are left to torch, and so is a layer that is whole."""
+    torch.manual_seed(3)
+    plain = nn.Sequential(nn.Linear(WIDTH, HIDDEN + 1, bias=False), nn.Linear(HIDDEN + 1, WIDTH, bias=False))
+    model = deepcopy(plain).to(device(), BFLOAT16)
+    x, dy = batch()
+    with running():
+        truth = exact(model, x, dy)
+        for name in ("0", "1"):
+            layer = model.get_submodule(name)
+            split = SplitKLinear(layer.in_features, layer.out_features, False, device(), BFLOAT16, precision="fp8")  # type: ignore[arg-type]
+            split.weight = layer.weight  # type: ignore[assignment]
+            model.set_submodule(name, split)
+        parallelize_module(model, mesh(), {"0": ColwiseParallel(use_local_output=False), "1": RowwiseParallel()})
+        with decisions() as taken:
+            ours = found(model, x, dy)
+    assert taken == {"linear torch": 2}
     check_close(ours, truth)
 
 
