@@ -39,6 +39,7 @@ from tests.parallel.test_parallel_experts import (  # noqa: F401
 )
 from tests.parallel.test_parallel_experts import test_autocast as test_experts_under_autocast  # noqa: F401
 from tests.parallel.test_parallel_float8 import (  # noqa: F401
+    test_a_model_of_transformers_in_8_bits,
     test_data_parallel_in_8_bits,
     test_expert_parallel_in_8_bits,
     test_linears_in_parts_in_8_bits,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+
 import pytest
 
 from tests.support import float8_parallel_checks as checks
@@ -14,11 +16,21 @@ pytestmark = [
     pytest.mark.skipif(ON_GPU, reason="tests/gpu/test_parallel_gpu.py runs the same checks on two GPUs"),
 ]
 
+needs_transformers = pytest.mark.skipif(
+    find_spec("transformers") is None, reason="transformers is not installed: pip install '.[models]'"
+)
+
 
 @needs_kernels
 @pytest.mark.parametrize(("engine", "mixed"), [("ddp", False), ("fsdp", False), ("fsdp", True)])
 def test_data_parallel_in_8_bits(processes: Processes, engine: str, mixed: bool) -> None:
     processes.run(checks.check_data_parallel, engine, mixed)
+
+
+@needs_kernels
+@needs_transformers
+def test_a_model_of_transformers_in_8_bits(processes: Processes) -> None:
+    processes.run(checks.check_model_of_transformers)
 
 
 @needs_kernels

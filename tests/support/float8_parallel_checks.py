@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from copy import deepcopy
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -106,6 +107,43 @@ def check_data_parallel(engine: str, mixed: bool) -> None:
         assert torch.equal(ours[name].to(BFLOAT16), alone[name]), name
     # The engines divide the sum by the number of processes.
     check_close({n: v if n in ("y", "dx") else v * dist.get_world_size() for n, v in ours.items()}, truth)
+
+
+def check_model_of_transformers() -> None:
+    """Steps under FSDP2 have about the same losses, eager and compiled, and these fall."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(3)
+    config = LlamaConfig(
+        hidden_size=WIDTH, intermediate_size=HIDDEN, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2,
+        vocab_size=128,
+    )  # fmt: skip
+    plain = LlamaForCausalLM(config).to(device(), BFLOAT16)
+    words = torch.randint(128, (4, TOKENS // 4), device=device())
+    losses = []
+    with running():
+        for compiled in (False, True):
+            model: nn.Module = deepcopy(plain)
+            fusedlayers.replace(model, precision="fp8")
+            for layer in model.model.layers:  # type: ignore[union-attr]
+                fully_shard(layer, mesh=mesh())
+            fully_shard(model, mesh=mesh())
+            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+            if compiled:
+                torch._dynamo.reset()
+                model.compile(backend="aot_eager")
+            with decisions() as taken:
+                for _ in range(3):
+                    loss = model(input_ids=words, labels=words).loss
+                    loss.backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+                    losses.append(loss.item())
+            assert taken["linear float8"] > 0
+            assert taken["ffn float8"] > 0
+    # What compilers make of torch's own operations rounds otherwise.
+    assert losses[:3] == pytest.approx(losses[3:], rel=0.01)
+    assert losses[2] < losses[1] < losses[0]
 
 
 def check_tensor_parallel(tokens_split: bool) -> None:
