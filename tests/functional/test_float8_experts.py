@@ -83,6 +83,23 @@ def test_a_limit_and_an_offset(layout: str) -> None:
     assert sqnr(found["y"], truth["y"]) >= OF_RESULT
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_what_is_not_finite_stays_with_its_experts(value: float) -> None:
+    tensors = inputs(bias=False)
+    dy = like_x(tensors)
+    clean = in_8(tensors, dy)
+    tensors["x"][3, 5] = value
+    found = in_8(tensors, dy)
+    touched = torch.zeros(E, dtype=torch.bool)
+    touched[tensors["top_k_index"][3]] = True
+    for name in ("dw_up", "dw_gate", "dw_down"):
+        assert found[name][touched].isnan().all(), name
+        assert torch.equal(found[name][~touched], clean[name][~touched]), name
+    others = torch.arange(TOKENS) != 3
+    for name in ("y", "dx"):
+        assert torch.equal(found[name][others], clean[name][others]), name
+
+
 def test_frozen_operands_change_no_other_gradient(made: Any) -> None:
     tensors = inputs()
     dy = like_x(tensors)

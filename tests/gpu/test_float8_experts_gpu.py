@@ -242,6 +242,19 @@ def test_what_is_not_finite_stays_in_its_token() -> None:
     assert torch.equal(y[~touched], clean[~touched])
 
 
+def test_what_is_not_finite_spoils_the_gradients_of_its_experts_alone() -> None:
+    tensors = moe_inputs(*SIZES[0], BFLOAT16, bias=False)
+    dy = like_x(tensors)
+    clean = in_8(tensors, dy, precision="rowwise")
+    tensors["x"][3, 5] = float("nan")
+    found = in_8(tensors, dy, precision="rowwise")
+    touched = torch.zeros(SIZES[0][3], dtype=torch.bool, device=DEVICE)
+    touched[tensors["top_k_index"][3]] = True
+    for name in ("dw_up", "dw_gate", "dw_down"):
+        assert found[name][touched].isnan().all(), name
+        assert torch.equal(found[name][~touched], clean[name][~touched]), name
+
+
 def test_weights_and_routing_that_change_between_replays() -> None:
     tensors = moe_inputs(*SIZES[0], BFLOAT16)
     dy = like_x(tensors)
