@@ -17,9 +17,9 @@ _NOT_FINITE = tl.constexpr(1000)
 _TILE_ROWS, _TILE_BYTES = 128, 128
 # Rows of a transpose begin at multiples of so many bytes.
 _UNIT = tl.constexpr(16)
-# Scales that one program of so many warps multiplies at once: it alone finds the largest product, of all rows or of an
+# Scales that one program multiplies at once, and its warps: it alone finds the largest product, of all rows or of an
 # expert's.
-_SCALES_AT_ONCE, _SCALE_WARPS = (16384, 4096), (32, 8)
+_ALL_SCALES, _SCALES_OF_AN_EXPERT = (16384, 32), (4096, 8)
 # Float32 numbers in 16 bytes.
 _ALIGNED = tl.constexpr(4)
 
@@ -136,9 +136,8 @@ def transposed_pair(
     values = [x.new_empty(size, stride) for size in (columns, others)]
 
     def combine() -> Launch:
-        which = 0 if starts is None else 1
-        constants, warps = (_SCALES_AT_ONCE[which],), _SCALE_WARPS[which]
-        return Launch(_combine_scales_kernel, programs, (rows, count), (), constants, warps)
+        at_once, warps = _ALL_SCALES if starts is None else _SCALES_OF_AN_EXPERT
+        return Launch(_combine_scales_kernel, programs, (rows, count), (), (at_once,), warps)
 
     def transpose() -> Launch:
         widths = _TILE_BYTES, _TILE_BYTES // right.element_size()
@@ -154,6 +153,8 @@ def transposed_pair(
     both = prepared(ready, name, transpose)
     both((x, right, factors, None if in_8_bits else right_scale, *values))
     left_values, right_values = (each.view(E4M3)[:, :rows] for each in values)
-    left_scale = scales[0] if of_left is None else scales[:count].view_as(of_left)
-    left_scale = left_scale if starts is None else scales[:count]
+    if of_left is not None:
+        left_scale = scales[:count].view_as(of_left)
+    else:
+        left_scale = scales[0] if starts is None else scales[:count]
     return Scaled(left_values, left_scale), Scaled(right_values, scales[aligned])

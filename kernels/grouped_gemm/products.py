@@ -233,9 +233,7 @@ def weight_gradient(
     An expert without rows gets zeros. ``order``: the order in which the sm90 kernel computes the experts. ``name``
     distinguishes the gradients of one call in ``ready``.
     """
-    if out.stride(1) < out.stride(2):
-        # Results are stored along contiguous rows: compute the transpose.
-        a, b, out = b, a, out.mT
+    a, b, out = _by_rows(a, b, out)
     experts, units, _ = out.shape
 
     def sm90_launch() -> Launch | None:
@@ -269,24 +267,31 @@ def scaled_weight_gradient(
 
     R and C are multiples of 64.
     """
-    left, right = a.values, b.values
-    if out.stride(1) < out.stride(2):
-        left, right, out = right, left, out.mT
+    left, right, out = _by_rows(a.values, b.values, out)
     experts, units, _ = out.shape
-    # TMA stores whole rows. Every second column of a weight, say, is copied there.
-    stored = out if stacked(out) is not None else torch.empty_like(out, memory_format=torch.contiguous_format)
 
-    def prepare() -> Launch:
-        first, second, gradient = stacked(left.T), stacked(right.T), stacked(stored)
+    def prepare() -> tuple[Launch, bool]:
+        """The launch, and whether it stores into ``out``, of which TMA needs contiguous rows; else that is a copy."""
+        direct = stacked(out)
+        first, second, gradient = stacked(left.T), stacked(right.T), direct or stacked(out.new_empty(out.shape))
         assert first is not None, _ALIGNED
         assert second is not None, _ALIGNED
         assert gradient is not None, _ALIGNED
-        return sm90.prepare_grouped_weight_gradient(first, second, gradient, experts, units, pipeline)
+        launch = sm90.prepare_grouped_weight_gradient(first, second, gradient, experts, units, pipeline)
+        return launch, direct is not None
 
-    launch = prepared(ready, ("weight gradient", name), prepare)
+    launch, direct = prepared(ready, ("weight gradient", name), prepare)
+    stored = out if direct else out.new_empty(out.shape)
     launch((left, right, stored, rows.starts, order, a.scale))
-    if stored is not out:
+    if not direct:
         out.copy_(stored)
+
+
+def _by_rows(
+    a: torch.Tensor, b: torch.Tensor, out: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """``aᵀ b = out``, or its transpose: results are stored along contiguous rows."""
+    return (b, a, out.mT) if out.stride(1) < out.stride(2) else (a, b, out)
 
 
 def _sm90_or_generic(

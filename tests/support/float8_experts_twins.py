@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from fusedlayers.reference import float8 as reference
 
 def of_experts(function: Any, rows: Any, by_row: Iterable[Any], by_expert: Iterable[Any]) -> Any:
     """The results of ``function`` of each expert's rows and weights, zeros behind the rows in use; None stays None."""
-    bounds, found = list(zip(rows.starts[:-1].tolist(), rows.starts[1:].tolist(), strict=True)), []
+    bounds, found = list(pairwise(rows.starts.tolist())), []
     for expert, (first, end) in enumerate(bounds):
         own = (_part(each, slice(first, end)) for each in by_row)
         found.append(function(*own, *(_part(each, expert) for each in by_expert)))
@@ -99,7 +100,7 @@ def product(pairs: Any, bias: Any, rows: Any, *_: Any, dtype: torch.dtype, **__:
 
 def weight_gradient(a: Tensor, b: Tensor, rows: Any, out: Tensor, *_: Any, **__: Any) -> None:
     """As the launcher of that name."""
-    bounds = zip(rows.starts[:-1].tolist(), rows.starts[1:].tolist(), strict=True)
+    bounds = pairwise(rows.starts.tolist())
     for each, (first, end) in zip(out, bounds, strict=True):
         each.copy_(a[first:end].float().T @ b[first:end].float())
 
@@ -109,7 +110,7 @@ def transposed_pair(left: Scaled, right: Tensor, right_scale: Tensor, starts: Te
     a = left.values.new_zeros(left.values.shape[1], len(left.values))
     b = left.values.new_zeros(right.shape[1], len(right))
     scale = torch.zeros(len(starts) - 1, device=right.device)
-    for expert, (first, end) in enumerate(zip(starts[:-1].tolist(), starts[1:].tolist(), strict=True)):
+    for expert, (first, end) in enumerate(pairwise(starts.tolist())):
         own = slice(first, end)
         if first < end:
             pair = reference.transposed_pair((left.values[own], left.scale[own]), right[own], right_scale[own])
@@ -119,6 +120,6 @@ def transposed_pair(left: Scaled, right: Tensor, right_scale: Tensor, starts: Te
 
 def scaled_weight_gradient(a: Scaled, b: Scaled, rows: Any, out: Tensor, **_: Any) -> None:
     """As the launcher of that name."""
-    bounds = zip(rows.starts[:-1].tolist(), rows.starts[1:].tolist(), strict=True)
+    bounds = pairwise(rows.starts.tolist())
     for each, scale, (first, end) in zip(out, a.scale, bounds, strict=True):
         each.copy_(a.values[:, first:end].float() @ b.values[:, first:end].float().T * scale)

@@ -21,15 +21,15 @@ from fusedlayers.closeness.noise import sqnr
 from fusedlayers.functional.dispatch import decisions
 from fusedlayers.functional.switches import switched
 from fusedlayers.parallel import ExpertParallel, FusedFFNParallel
+from tests.support.expert_parallel_checks import Found, found
 from tests.support.float8_twins import in_8_bits
 from tests.support.operands import ON_GPU
-from tests.support.parallel_checks import device, full, gathered, mesh, mine
+from tests.support.parallel_checks import device, gathered, mesh, mine
 
 TOKENS, WIDTH, HIDDEN = (2048, 512, 1024) if ON_GPU else (64, 64, 256)
 BFLOAT16 = torch.bfloat16
 # In dB: of results and gradients of x, and of parameters.
 LEAST, OF_PARAMETER = 18.0, 17.0
-Found = dict[str, Tensor]
 
 
 @contextmanager
@@ -59,26 +59,23 @@ def batch() -> tuple[Tensor, Tensor]:
     return x.to(device(), BFLOAT16), dy.to(device(), BFLOAT16)
 
 
-def found(model: nn.Module, x: Tensor, dy: Tensor) -> Found:
-    """The result, and the gradients of the input and of all parameters."""
-    x = x.detach().requires_grad_()
-    y = model(x)
-    y.backward(dy.to(y.dtype))
-    assert x.grad is not None
-    of_parameters = {name.removeprefix("module."): each for name, each in model.named_parameters()}
-    return {"y": y.detach(), "dx": x.grad} | {name: full(each.grad) for name, each in of_parameters.items()}  # type: ignore[dict-item]
-
-
 def exact(model: nn.Module, x: Tensor, dy: Tensor) -> Found:
     """The same in float64, by torch."""
     with switched({"FUSEDLAYERS_BACKEND": "torch"}):
         return found(deepcopy(model).double(), x.double(), dy.double())
 
 
+def of_all(ours: Found) -> Found:
+    """The result and the gradient of the input of all processes, one after the other."""
+    return {name: gathered(value) for name, value in ours.items() if name in ("y", "dx") and value is not None}
+
+
 def check_close(ours: Found, truth: Found) -> None:
     for name, value in ours.items():
-        least = LEAST if name in ("y", "dx") else OF_PARAMETER
-        assert sqnr(value, truth[name].double()) >= least, name
+        least, exactly = LEAST if name in ("y", "dx") else OF_PARAMETER, truth[name]
+        assert value is not None
+        assert exactly is not None
+        assert sqnr(value, exactly) >= least, name
 
 
 def check_data_parallel(engine: str, mixed: bool) -> None:
@@ -102,11 +99,16 @@ def check_data_parallel(engine: str, mixed: bool) -> None:
             with decisions() as taken:
                 ours = found(model, mine(x), mine(dy))
             assert taken == {"linear float8": 1, "ffn float8": 1}
-    for name in ("y", "dx"):
-        ours[name] = gathered(ours[name])
-        assert torch.equal(ours[name].to(BFLOAT16), alone[name]), name
     # The engines divide the sum by the number of processes.
-    check_close({n: v if n in ("y", "dx") else v * dist.get_world_size() for n, v in ours.items()}, truth)
+    whole = {
+        name.removeprefix("module."): gathered(value) if name in ("y", "dx") else value * dist.get_world_size()
+        for name, value in ours.items()
+        if value is not None
+    }
+    for name in ("y", "dx"):
+        assert torch.equal(whole[name].to(BFLOAT16), alone[name]), name
+    assert whole.keys() == truth.keys()
+    check_close(whole, truth)
 
 
 def check_model_of_transformers() -> None:
@@ -159,7 +161,7 @@ def check_tensor_parallel(tokens_split: bool) -> None:
             ours = found(model, *((mine(x), mine(dy)) if tokens_split else (x, dy)))
     assert taken == {"ffn float8": 1}
     if tokens_split:
-        ours |= {name: gathered(ours[name]) for name in ("y", "dx")}
+        ours |= of_all(ours)
     check_close(ours, truth)
 
 
@@ -197,7 +199,7 @@ def check_linears_in_parts(tokens_split: bool, compiled: bool) -> None:
     assert compiled or taken["linear float8"] == 2
     assert all(isinstance(each, DTensor) for each in model.parameters())
     if tokens_split:
-        ours |= {name: gathered(ours[name]) for name in ("y", "dx")}
+        ours |= of_all(ours)
     check_close(ours, truth)
 
 
@@ -232,7 +234,7 @@ def check_expert_parallel() -> None:
         with decisions() as taken:
             ours = found(model, mine(x), mine(dy))
     assert taken == {"moe_ffn float8": 1}
-    ours |= {name: gathered(ours[name]) for name in ("y", "dx")}
+    ours |= of_all(ours)
     for name in ours.keys() - {"y", "dx"}:
         # The router is whole in every process, for its own tokens.
         if not name.startswith("experts."):
